@@ -154,7 +154,9 @@ class SyntheticClips(ClipDataset):
         speed = {"tripod": 0.0, "handheld": 0.0008, "pan": 0.005, "follow": 0.006}[style] * self.motion
         camera = {
             "pan": _path(rng, times, speed * side, 0.0 if style == "tripod" else 0.006 * side, 2),
-            "zoom": np.exp(np.clip(_path(rng, times, 0.0 if style == "tripod" else 0.004 * self.motion, 0.01), -0.5, 0.5)),
+            "zoom": np.exp(
+                np.clip(_path(rng, times, 0.0 if style == "tripod" else 0.004 * self.motion, 0.01), -0.5, 0.5)
+            ),
             "roll": _path(rng, times, 0.0 if style == "tripod" else 0.0015 * self.motion, 0.006),
         }
 
@@ -186,7 +188,9 @@ class SyntheticClips(ClipDataset):
         # Things without a label: some look like a labelled one, some are just in the way.
         for _ in range(int(rng.choice(4, p=[0.5, 0.28, 0.15, 0.07]))):
             similar = twins and rng.random() < 0.6
-            rgba = _vary(rng, twins[rng.integers(len(twins))]) if similar else _recolor(rng, self._thing(rng, photo), look)
+            rgba = (
+                _vary(rng, twins[rng.integers(len(twins))]) if similar else _recolor(rng, self._thing(rng, photo), look)
+            )
             layers.append(self._free_layer(rng, times, camera, rgba, 0, style, made + count + 1))
         order = rng.permutation(len(layers))
         place = np.stack([_compose(_view(self.size, camera, i, 1.0), base) for i in range(len(times))])
@@ -293,7 +297,9 @@ class SyntheticClips(ClipDataset):
     def _excursion(self, rng, times, center, size) -> np.ndarray:
         """A way out of the picture over the nearest border and back again: (n, 2) offsets."""
         h, w = self.size
-        exits = np.array([[-center[0] - size, 0], [w - center[0] + size, 0], [0, -center[1] - size], [0, h - center[1] + size]])
+        exits = np.array(
+            [[-center[0] - size, 0], [w - center[0] + size, 0], [0, -center[1] - size], [0, h - center[1] + size]]
+        )
         way = exits[np.argmin(np.abs(exits).sum(1))]
         length = max(times[-1], 4.0)
         begin = rng.uniform(0.1, 0.4) * length
@@ -303,7 +309,9 @@ class SyntheticClips(ClipDataset):
     def _portrait(self, rng, count: int, layers: list[Layer]) -> Layer:
         h, w = self.size
         pool = self.pools[0]
-        rgba = max((pool[rng.integers(len(pool))].rgba for _ in range(4)), key=lambda image: (image[..., 3] >= SOLID).mean())
+        rgba = max(
+            (pool[rng.integers(len(pool))].rgba for _ in range(4)), key=lambda image: (image[..., 3] >= SOLID).mean()
+        )
         scale = 0.7 * min(h / rgba.shape[0], w / rgba.shape[1])
         matrix = np.array([[scale, 0, (w - scale * rgba.shape[1]) / 2], [0, scale, (h - scale * rgba.shape[0]) / 2]])
         label = max((layer.label for layer in layers), default=0) + 1
@@ -337,7 +345,9 @@ class SyntheticClips(ClipDataset):
         soft = rng.uniform(0.4, 1.3) if rng.random() < 0.3 else 0.0
         quality = int(rng.uniform(25, 90)) if rng.random() < 0.5 else None
         for i in range(self.frames):
-            image = cv2.warpAffine(background, place[i], (w, h), flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT_101)
+            image = cv2.warpAffine(
+                background, place[i], (w, h), flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT_101
+            )
             if blur:
                 image = _motion_blur(image, sway[i])
             for layer in layers:
@@ -348,7 +358,9 @@ class SyntheticClips(ClipDataset):
                     _cast_shadow(image, box, rgba[..., 3], sun, layer.shadow)
                 region = image[box]
                 see_through = cv2.cvtColor(255 - rgba[..., 3], cv2.COLOR_GRAY2BGR)
-                image[box] = cv2.add(cv2.multiply(region, see_through, scale=1 / 255), np.ascontiguousarray(rgba[..., :3]))
+                image[box] = cv2.add(
+                    cv2.multiply(region, see_through, scale=1 / 255), np.ascontiguousarray(rgba[..., :3])
+                )
                 labels[i][box][rgba[..., 3] >= SOLID] = layer.label
             image = cv2.transform(image, light[i])
             if spot is not None:
@@ -359,7 +371,9 @@ class SyntheticClips(ClipDataset):
                 y, x = rng.integers(0, 64, 2)
                 image = cv2.add(image, grain[y : y + h, x : x + w], dtype=cv2.CV_8U)
             if quality is not None:
-                image = cv2.imdecode(cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, quality])[1], cv2.IMREAD_COLOR)
+                image = cv2.imdecode(
+                    cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, quality])[1], cv2.IMREAD_COLOR
+                )
             frames[i] = image
         return frames, labels
 
@@ -381,7 +395,9 @@ _COUNT_ODDS = np.array([0.28, 0.27, 0.19, 0.11, 0.05, 0.03, 0.025, 0.02, 0.015, 
 def load_source(folder: Path, max_photos: int = 2000) -> tuple[list[Cutout], list[Photo]]:
     """Decode one source folder into cut-outs and photographs. Raises InputError when it holds no usable image."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; a source holds images with alpha, or images/ and masks/, or photographs")
+        raise InputError(
+            f"{folder}: no such folder; a source holds images with alpha, or images/ and masks/, or photographs"
+        )
     for images, masks in LAYOUTS:
         if (folder / images).is_dir():
             if not (folder / masks).is_dir():
@@ -398,7 +414,9 @@ def load_source(folder: Path, max_photos: int = 2000) -> tuple[list[Cutout], lis
         else:
             photos.append(Photo(_bound(cv2.cvtColor(cv2.imread(str(path), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB))))
     if not cutouts and not photos:
-        raise InputError(f"{folder}: no readable image; a source holds images with alpha, or images/ and masks/, or photographs")
+        raise InputError(
+            f"{folder}: no readable image; a source holds images with alpha, or images/ and masks/, or photographs"
+        )
     return cutouts, photos
 
 
@@ -415,7 +433,9 @@ def _load_photos(images: Path, masks: Path, max_photos: int) -> list[Photo]:
         with Image.open(mask_path) as opened:
             labels = np.asarray(opened)
         if labels.shape != image.shape[:2]:
-            raise InputError(f"{mask_path}: {labels.shape} differs from its image {image.shape[:2]}; want an indexed PNG of equal size")
+            raise InputError(
+                f"{mask_path}: {labels.shape} differs from its image {image.shape[:2]}; want an indexed PNG of equal size"
+            )
         photos.append(make_photo(image, labels.astype(np.uint8)))
     if not photos:
         raise InputError(f"{images}: no image with a mask of the same name in {masks}")
@@ -456,7 +476,6 @@ def make_cutout(rgba: np.ndarray, rim: int = 2, min_area: int = 600) -> Cutout |
 def make_photo(image: np.ndarray, labels: np.ndarray) -> Photo:
     """Cut every instance out of a photograph, with a soft edge one pixel inside its mask, where halos are rare."""
     cutouts = []
-    h, w = labels.shape
     cross = cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3))
     for value in np.unique(labels):
         if value in (0, 255):
@@ -489,7 +508,7 @@ def _path(rng: np.random.Generator, times: np.ndarray, pace: float, wave: float,
 
 def _bends(rng: np.random.Generator, times: np.ndarray, h: int, w: int, nodes: int = 9) -> np.ndarray:
     """Displacement fields (n, nodes, nodes, 2) in cut-out pixels: a few travelling waves, like limbs, cloth or gait."""
-    y, x = np.mgrid[0:1 : nodes * 1j, 0:1 : nodes * 1j]
+    y, x = np.mgrid[0 : 1 : nodes * 1j, 0 : 1 : nodes * 1j]
     field = np.zeros((len(times), nodes, nodes, 2))
     strength = np.exp(rng.normal(np.log(0.02), 0.6))
     for _ in range(3):
@@ -558,7 +577,11 @@ def _warp(layer: Layer, i: int, size: tuple[int, int], blur: bool) -> tuple[tupl
         nodes = np.array([(bend.shape[1] - 1) / (cw - 1), (bend.shape[0] - 1) / (ch - 1)])
         grid = _compose(np.hstack([np.diag(nodes), np.zeros((2, 1))]), _compose(inverse, _translate(x0, y0)))
         offset = cv2.warpAffine(
-            bend, grid, (x1 - x0, y1 - y0), flags=cv2.INTER_CUBIC | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE
+            bend,
+            grid,
+            (x1 - x0, y1 - y0),
+            flags=cv2.INTER_CUBIC | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_REPLICATE,
         )
         offset[..., 0] += inverse[0, 0] * x + (inverse[0, 1] * y + inverse[0, 2])
         offset[..., 1] += inverse[1, 0] * x + (inverse[1, 1] * y + inverse[1, 2])
@@ -581,7 +604,7 @@ def _motion_blur(image: np.ndarray, shift: np.ndarray, most: float = 14.0) -> np
     kernel = np.zeros((2 * reach + 1, 2 * reach + 1), np.float32)
     for step in np.linspace(-1, 1, 4 * reach + 1):
         x, y = reach + dx * step, reach + dy * step
-        kernel[int(round(y)), int(round(x))] += 1
+        kernel[round(y), round(x)] += 1
     return cv2.filter2D(image, -1, kernel / kernel.sum(), borderType=cv2.BORDER_REPLICATE)
 
 
@@ -688,13 +711,17 @@ def _without(rng: np.random.Generator, photo: Photo, cutouts: list[Cutout], imag
 
 def _diffuse(image: np.ndarray, hole: np.ndarray) -> np.ndarray:
     """Fill a hole smoothly from its surroundings: average what is known over ever larger cells, coarse to fine."""
-    h, w = hole.shape
     known = (1 - hole).astype(np.float32)
     pyramid = [(image.astype(np.float32) * known[..., None], known)]
     while min(pyramid[-1][1].shape) > 2:
         color, weight = pyramid[-1]
         half = (max(color.shape[1] // 2, 1), max(color.shape[0] // 2, 1))
-        pyramid.append((cv2.resize(color, half, interpolation=cv2.INTER_AREA), cv2.resize(weight, half, interpolation=cv2.INTER_AREA)))
+        pyramid.append(
+            (
+                cv2.resize(color, half, interpolation=cv2.INTER_AREA),
+                cv2.resize(weight, half, interpolation=cv2.INTER_AREA),
+            )
+        )
     color, weight = pyramid[-1]
     result = color / np.maximum(weight, 1e-3)[..., None]
     for color, weight in reversed(pyramid[:-1]):
@@ -747,7 +774,7 @@ def main(
     sheet = contact_sheet(dataset, rows)
     target = Path(output)
     target.parent.mkdir(parents=True, exist_ok=True)
-    encoded, data = cv2.imencode(target.suffix or ".png", cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR))
+    _, data = cv2.imencode(target.suffix or ".png", cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR))
     partial = target.with_name(target.name + ".part")
     partial.write_bytes(data.tobytes())
     partial.replace(target)
