@@ -1,0 +1,201 @@
+"""The whole network: encoder, identity bank, transformer and decoder, without any state of a video."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from models.encoders import normalise
+
+SLOTS = 10  # objects that share one identity bank (AOT paper, section 4.1)
+NO_OBJECT = -1e10  # logit of a slot that holds no object; NO_OBJECT_HALF where half precision would overflow
+NO_OBJECT_HALF = -1e4
+
+
+@dataclass
+class Features:
+    """What one pass of the encoder leaves of a frame, shared by all groups of objects."""
+
+    tokens: Tensor  # (b, n, c): the projected last map
+    position: Tensor | None  # (1, n, c)
+    adapted: list[Tensor]  # the decoder's view of the maps at 1/4, 1/8, 1/16
+    size: tuple[int, int]  # (h, w) of the 1/16 map
+
+
+class VOSNetwork(nn.Module):
+    """AOT or DeAOT.
+
+    Args:
+        encoder: a module of models/encoders.py.
+        transformer: AOTTransformer or DeAOTTransformer.
+        align_corners: of every resize; inputs are then 16k + 1 and else 16k pixels a side.
+        identity_norm: layer norm on identity embeddings (DeAOT).
+        train_memory_gap, test_memory_gap: every how many frames one enters the long-term memory beside the reference
+            frames; None keeps reference frames only.
+        width: channels of the transformer's tokens.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        transformer: nn.Module,
+        decoder: nn.Module,
+        *,
+        align_corners: bool,
+        identity_norm: bool,
+        train_memory_gap: int | None,
+        test_memory_gap: int | None,
+        width: int = 256,
+    ):
+        super().__init__()
+        self.encoder = encoder
+        self.encoder_projector = nn.Conv2d(encoder.channels[3], width, 1)
+        self.transformer = transformer
+        self.decoder = decoder
+        kernel = 17 if align_corners else 16
+        self.identity_bank = nn.Conv2d(SLOTS + 1, width, kernel, stride=16, padding=8 if align_corners else 0)
+        nn.init.orthogonal_(self.identity_bank.weight.view(width, -1), gain=kernel**-2)
+        nn.init.zeros_(self.identity_bank.bias)
+        self.identity_norm = nn.LayerNorm(width) if identity_norm else nn.Identity()
+        self.align_corners = align_corners
+        self.train_memory_gap, self.test_memory_gap = train_memory_gap, test_memory_gap
+        encoder.freeze_first_stage()
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size nearest to (height, width) that the network takes."""
+        offset = 1 if self.align_corners else 0
+
+        def nearest(n: int) -> int:
+            return max(1, round((n - offset) / 16)) * 16 + offset
+
+        return nearest(height), nearest(width)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """(..., 3, h, w) in 0..255 -> float32 network input."""
+        return normalise(images, self.encoder.mean, self.encoder.std)
+
+    def encode(self, images: Tensor) -> Features:
+        """Normalised images (b, 3, h, w) -> Features."""
+        maps = self.encoder(images)
+        projected = self.encoder_projector(maps[3])
+        size = (projected.shape[-2], projected.shape[-1])
+        tokens = rearrange(projected, "b c h w -> b (h w) c")
+        return Features(tokens, self.transformer.position(size, tokens), self.decoder.adapt(maps), size)
+
+    def embed_identities(self, planes: Tensor, slots: list[int] | None = None) -> Tensor:
+        """One-hot planes (b, k, h, w) of the identities -> identity embedding (b, n, c).
+
+        `slots` names the k identities (0 the background) where planes of empty slots were left out.
+        """
+        weight = self.identity_bank.weight if slots is None else self.identity_bank.weight[:, slots]
+        embedding = F.conv2d(
+            planes, weight, self.identity_bank.bias, self.identity_bank.stride, self.identity_bank.padding
+        )
+        return self.identity_norm(rearrange(embedding, "b c h w -> b (h w) c"))
+
+    def decode(self, tokens: Tensor, features: Features) -> Tensor:
+        """Output of the transformer (b, n, c) -> identity logits (b, 11, h/4, w/4)."""
+        x = rearrange(tokens, "b (h w) c -> b c h w", h=features.size[0])
+        return self.decoder(x, features.adapted)
+
+    def forward(
+        self,
+        frames: Tensor,
+        labels: Tensor,
+        num_objects: Tensor,
+        permutation: Tensor | None = None,
+        feed_predictions: bool = False,
+        reference_gradient: bool = True,
+    ) -> Tensor:
+        """The training pass over clips (AOT paper, section 5): the first frame is the reference.
+
+        Args:
+            frames: (b, t, 3, h, w) uint8 or normalised float.
+            labels: (b, t, h, w) integers, 0 background, 1..num_objects, 255 ignored (a place without identity).
+            num_objects: (b,).
+            permutation: (b, 10) slot that object i + 1 takes, shifted by one; None keeps the order.
+            feed_predictions: remember the predicted masks instead of the true ones after the reference frame; the
+                identity embeddings then carry no gradient.
+            reference_gradient: whether the logits of the reference frame carry a gradient.
+
+        Returns:
+            Logits (b, t, 11, h/4, w/4) in the order of the labels; slots that hold no object are at NO_OBJECT.
+        """
+        b, t = labels.shape[:2]
+        if not frames.is_floating_point():
+            frames = self.normalise(frames)
+        images = rearrange(frames, "b t c h w -> (t b) c h w")
+        every = self.encode(images)
+        order = identity_order(permutation, b, labels.device)
+        empty = torch.arange(1, SLOTS + 1, device=labels.device) > num_objects[:, None]
+        empty = F.pad(empty, (1, 0), value=False)
+
+        def at(i: int) -> Features:
+            batch = slice(i * b, (i + 1) * b)
+            return Features(
+                every.tokens[batch], every.position, [level[batch] for level in every.adapted], every.size
+            )
+
+        def embed(label: Tensor) -> Tensor:
+            planes = one_hot(label, SLOTS + 1).gather(1, _expand(order.argsort(1), label)).to(every.tokens.dtype)
+            if feed_predictions:
+                # A zero gradient instead of none: data parallelism waits for every parameter's.
+                embedding = self.embed_identities(planes)
+                return embedding.detach() + 0 * embedding
+            return self.embed_identities(planes)
+
+        def finish(decoded: Tensor) -> Tensor:
+            logits = decoded.gather(1, _expand(order, decoded))
+            floor = NO_OBJECT if logits.dtype == torch.float32 or logits.dtype == torch.float64 else NO_OBJECT_HALF
+            return logits.masked_fill(rearrange(empty, "b k -> b k 1 1"), floor)
+
+        features = at(0)
+        identity = embed(labels[:, 0])
+        tokens, pending = self.transformer(features.tokens, features.position, features.size, identity)
+        with torch.set_grad_enabled(reference_gradient and torch.is_grad_enabled()):
+            outputs = [finish(self.decode(tokens, features))]
+        short_term = self.transformer.complete(pending, identity)
+        long_term, since = short_term, 0
+        for i in range(1, t):
+            features = at(i)
+            tokens, pending = self.transformer(
+                features.tokens, features.position, features.size, None, long_term, short_term
+            )
+            outputs.append(finish(self.decode(tokens, features)))
+            if i == t - 1:
+                break
+            label = labels[:, i]
+            if feed_predictions:
+                label = self.resize(outputs[-1].detach(), label.shape[-2:]).argmax(1)
+            short_term = self.transformer.complete(pending, embed(label))
+            since += 1
+            if self.train_memory_gap is not None and since >= self.train_memory_gap:
+                long_term = [
+                    (torch.cat((k, k_old), dim=2), torch.cat((v, v_old), dim=2))
+                    for (k, v), (k_old, v_old) in zip(short_term, long_term, strict=True)
+                ]
+                since = 0
+        return torch.stack(outputs, dim=1)
+
+    def resize(self, logits: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
+        """Bilinear resize of (b, k, h, w) with the model's align_corners."""
+        return F.interpolate(logits, tuple(size), mode="bilinear", align_corners=self.align_corners)
+
+
+def one_hot(label: Tensor, identities: int) -> Tensor:
+    """(b, h, w) integers -> (b, identities, h, w) bool; values beyond the identities (ignored pixels) give no plane."""
+    values = torch.arange(identities, device=label.device)
+    return rearrange(label, "b h w -> b 1 h w") == rearrange(values, "k -> 1 k 1 1")
+
+
+def identity_order(permutation: Tensor | None, b: int, device: torch.device) -> Tensor:
+    """(b, 11): the slot in which identity k of a label is kept; the background keeps its own."""
+    if permutation is None:
+        return repeat(torch.arange(SLOTS + 1, device=device), "k -> b k", b=b)
+    return F.pad(permutation + 1, (1, 0))
+
+
+def _expand(index: Tensor, like: Tensor) -> Tensor:
+    return repeat(index, "b k -> b k h w", h=like.shape[-2], w=like.shape[-1])

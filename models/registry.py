@@ -1,0 +1,97 @@
+"""The published models by name, and the one place where a network is put together from plain settings."""
+
+from dataclasses import asdict, dataclass, replace
+
+from torch import nn
+
+from utils.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What makes a model. `memory_gap_*`: every n-th frame enters the long-term memory, None: reference frames only."""
+
+    family: str  # aot or deaot
+    encoder: str  # a name of models/encoders.py, or timm/<name>
+    layers: int
+    align_corners: bool = True
+    memory_gap_train: int | None = None
+    memory_gap_test: int | None = None
+
+
+def _family(family: str) -> dict[str, ModelSettings]:
+    small = {
+        f"{family}{size}": ModelSettings(family, "mobilenetv2", layers)
+        for size, layers in (("t", 1), ("s", 2), ("b", 3))
+    }
+    encoders = {"": "mobilenetv2", "r50_": "resnet50", "swinb_": "swin_base"}
+    if family == "aot":
+        encoders |= {"r101_": "resnet101", "rs101_": "resnest101"}
+    large = {
+        f"{prefix}{family}l": ModelSettings(family, encoder, 3, encoder != "swin_base", 2, 5)
+        for prefix, encoder in encoders.items()
+    }
+    return small | large
+
+
+# Both papers' model zoos; r101 and rs101 from the public code's configurations.
+PUBLISHED = _family("aot") | _family("deaot")
+
+
+def list_models() -> list[str]:
+    """Names of the published models."""
+    return sorted(PUBLISHED)
+
+
+def model_settings(name: str, **overrides: object) -> ModelSettings:
+    """Settings of a published model with some of them replaced, e.g. encoder="timm/efficientnet_lite0".
+
+    Raises:
+        InputError: no such model or setting.
+    """
+    import difflib
+
+    key = name.lower()
+    if key not in PUBLISHED:
+        near = difflib.get_close_matches(key, PUBLISHED, n=1)
+        hint = f"did you mean {near[0]}?" if near else "choose one of"
+        raise InputError(f"model {name!r} is not known: {hint} ({', '.join(list_models())})")
+    unknown = sorted(set(overrides) - set(asdict(PUBLISHED[key])))
+    if unknown:
+        raise InputError(f"model setting {unknown[0]!r} is not known: choose from {', '.join(asdict(PUBLISHED[key]))}")
+    return replace(PUBLISHED[key], **overrides)
+
+
+def build_model(name: str, **overrides: object) -> nn.Module:
+    """Build a model with random weights.
+
+    Args:
+        name: a published model, lower case, e.g. "r50_deaotl".
+        overrides: settings that differ from the published ones (see ModelSettings).
+
+    Returns:
+        A VOSNetwork in eval mode; `model.name` and `model.settings` say what it is.
+
+    Raises:
+        InputError: unknown name, setting or encoder.
+    """
+    from models.aot import AOTTransformer
+    from models.deaot import DeAOTTransformer
+    from models.decoder import Decoder
+    from models.encoders import build_encoder
+    from models.network import SLOTS, VOSNetwork
+
+    settings = model_settings(name, **overrides)
+    encoder = build_encoder(settings.encoder)
+    transformer = {"aot": AOTTransformer, "deaot": DeAOTTransformer}[settings.family](settings.layers)
+    model = VOSNetwork(
+        encoder,
+        transformer,
+        Decoder(transformer.output_width, encoder.channels, SLOTS + 1, settings.align_corners),
+        align_corners=settings.align_corners,
+        identity_norm=settings.family == "deaot",
+        train_memory_gap=settings.memory_gap_train,
+        test_memory_gap=settings.memory_gap_test,
+    )
+    model.name, model.settings = name.lower(), settings
+    return model.eval()

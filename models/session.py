@@ -1,0 +1,131 @@
+"""State of one video at one network input size: groups of up to ten objects, each with memory of its own."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.aot import Entry
+from models.memory import LongTermMemory
+from models.network import SLOTS, Features, VOSNetwork
+
+
+@dataclass
+class Group:
+    """Objects that share an identity bank. `live` are their slots, 1..10."""
+
+    long_term: LongTermMemory
+    live: list[int] = field(default_factory=list)
+    short_term: list[Entry] = field(default_factory=list)
+    pending: list[tuple[Tensor, ...]] = field(default_factory=list)
+    clock: int = 0  # frames since the group began
+    memorised_at: int = 0
+
+
+class Session:
+    """Reads and writes the memory of one video.
+
+    Slots are numbered through: slot s (from 0) lies in group s // 10. Label maps hold slot + 1, 0 the background.
+
+    Args:
+        network: shared by any number of sessions, never changed.
+        gap: every how many frames one enters the long-term memory, None: reference frames only.
+        max_memory_frames: bound of the long-term memory of each group.
+    """
+
+    def __init__(self, network: VOSNetwork, gap: int | None, max_memory_frames: int | None):
+        self.network, self.gap, self.max_memory_frames = network, gap, max_memory_frames
+        self.groups: dict[int, Group] = {}
+
+    def read(self, features: Features) -> dict[int, Tensor]:
+        """Logits (1, 11, h/4, w/4) of every group that has memory."""
+        logits = {}
+        for number, group in self.groups.items():
+            tokens, group.pending = self.network.transformer(
+                features.tokens,
+                features.position,
+                features.size,
+                None,
+                group.long_term.read(),
+                group.short_term,
+            )
+            group.clock += 1
+            logits[number] = self.network.decode(tokens, features)
+        return logits
+
+    def write(self, features: Features, label: Tensor) -> None:
+        """Remember the frame that was read last with its label map (1, h, w) at the network's size."""
+        for number, group in self.groups.items():
+            if not group.pending:
+                continue
+            planes = self._planes(label, number, group)
+            group.short_term = self.network.transformer.complete(group.pending, self._embed(planes, group))
+            if group.long_term.max_frames is not None and group.long_term.frames > 1:
+                # A quarter of the tokens is a fair sample of where the attention goes.
+                query = group.pending[0][0][:, :, ::4]
+                objects = torch.nn.functional.adaptive_avg_pool2d(1 - planes[:, :1], features.size).flatten()[::4]
+                group.long_term.note_use(query, objects)
+            if self.gap is not None and group.clock - group.memorised_at >= self.gap:
+                group.long_term.add(group.short_term, reference=False)
+                group.memorised_at = group.clock
+            group.pending = []
+
+    def write_reference(self, features: Features, label: Tensor, slots: list[int]) -> None:
+        """Remember a frame whose label map (1, h, w) is given: it attends to itself and is never forgotten.
+
+        Args:
+            slots: all slots that hold an object from now on.
+        """
+        for number in sorted({slot // SLOTS for slot in slots}):
+            if number not in self.groups:
+                self.groups[number] = Group(LongTermMemory(self.max_memory_frames))
+            group = self.groups[number]
+            group.live = [slot % SLOTS + 1 for slot in slots if slot // SLOTS == number]
+            identity = self._embed(self._planes(label, number, group), group)
+            _, pending = self.network.transformer(features.tokens, features.position, features.size, identity)
+            group.short_term = self.network.transformer.complete(pending, identity)
+            group.long_term.add(group.short_term, reference=True)
+            group.memorised_at = group.clock
+            group.pending = []
+
+    def remove(self, slots: list[int]) -> None:
+        """Forget objects; a group without objects gives its memory back."""
+        for slot in slots:
+            group = self.groups.get(slot // SLOTS)
+            if group is not None and slot % SLOTS + 1 in group.live:
+                group.live.remove(slot % SLOTS + 1)
+        self.groups = {number: group for number, group in self.groups.items() if group.live}
+
+    @property
+    def memory_frames(self) -> int:
+        """Frames in the largest long-term memory."""
+        return max((group.long_term.frames for group in self.groups.values()), default=0)
+
+    def merge(self, logits: dict[int, Tensor], size: tuple[int, int]) -> Tensor:
+        """Logits of all groups -> logits (1, 1 + objects, *size), background first, objects by slot.
+
+        One group: its own logits. More: the background is where every group sees background, the objects keep their
+        probability in their group (golden rule of the published evaluation: clamped to 1e-5, as a logit).
+        """
+        parts = []
+        for number in sorted(logits):
+            live = [0, *self.groups[number].live]
+            parts.append(self.network.resize(logits[number][:, live], size))
+        if len(parts) == 1:
+            return parts[0]
+        probabilities = [part.softmax(1) for part in parts]
+        background = torch.stack([p[:, 0] for p in probabilities]).prod(0)
+        merged = torch.cat([background[:, None], *(p[:, 1:] for p in probabilities)], dim=1)
+        return torch.logit(merged.clamp_(1e-5, 1 - 1e-5))
+
+    def _planes(self, label: Tensor, number: int, group: Group) -> Tensor:
+        """(1, 1 + live, h, w) float planes: background, then the live slots of the group."""
+        values = torch.tensor([number * SLOTS + slot for slot in group.live], device=label.device)
+        objects = label[:, None] == values[None, :, None, None]
+        planes = torch.cat((~objects.any(1, keepdim=True), objects), dim=1)
+        return planes.to(self.network.identity_bank.weight.dtype)
+
+    def _embed(self, planes: Tensor, group: Group) -> Tensor:
+        return self.network.embed_identities(planes, [0, *group.live])
+
+

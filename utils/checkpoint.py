@@ -1,0 +1,225 @@
+"""Weights in and out: published checkpoints, ImageNet files of encoders and the project's own safetensors."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.published import IMAGENET_EXTRAS, IMAGENET_MISSING, rename_encoder_key, rename_key
+from models.registry import ModelSettings, build_model
+from utils.errors import InputError
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_weights` did. `share`: part of the model's values that came from the file."""
+
+    source: str
+    loaded: int
+    missing: list[str]
+    unexpected: list[str]
+    misshapen: list[str]
+    share: float
+    kind: str  # "ema", "raw" or "unknown"
+
+
+def load_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor], partial: bool = False) -> LoadReport:
+    """Load weights into a model of `build_model`.
+
+    Takes published checkpoints (their state dict bare or under `state_dict` or `model`, keys with or without a leading
+    `module.`) and the project's own safetensors.
+
+    Args:
+        model: changed in place.
+        source: a file or a state dict.
+        partial: load what fits and report the rest instead of refusing.
+
+    Raises:
+        InputError: unreadable file, a pickled object, or tensors missing, unexpected or misshapen (up to ten of each
+            are named).
+    """
+    name, state, metadata = _read(source)
+    if any(key.startswith(("LSTT.", "patch_wise_id_bank.")) for key in state):
+        encoder = model.settings.encoder
+        state = {own: tensor for key, tensor in state.items() if (own := rename_key(key, encoder)) is not None}
+    return _load(model, state, name, partial, kind=metadata.get("kind", "unknown"))
+
+
+def load_encoder(model: nn.Module, source: str | Path | Mapping[str, Tensor], partial: bool = False) -> LoadReport:
+    """Load the ImageNet weights of a backbone into the model's encoder.
+
+    For the published encoders these are the official files (torchvision's MobileNetV2 and ResNets, the official
+    ResNeSt and Swin); for timm/<name> a file with timm's keys, or one with the same tensors in the same order under
+    other names. The classifier and what lies behind the encoder's last map are left out.
+
+    Raises:
+        InputError: as `load_weights`.
+    """
+    name, state, _ = _read(source)
+    encoder = model.settings.encoder
+    state = {k: v for k, v in state.items() if not k.endswith(("num_batches_tracked", "relative_position_index"))}
+    if encoder in IMAGENET_EXTRAS:
+        kept = {k: v for k, v in state.items() if not re.search(IMAGENET_EXTRAS[encoder], k)}
+        state = {rename_encoder_key(key, encoder): tensor for key, tensor in kept.items()}
+    else:
+        state = _timm_state(model.encoder, encoder.removeprefix("timm/"), state)
+    return _load(model.encoder, state, name, partial, optional=IMAGENET_MISSING.get(encoder), kind="imagenet")
+
+
+def save_weights(model: nn.Module, path: str | Path, *, kind: str = "raw", half: bool = False, **notes: str) -> None:
+    """Write a model's weights as safetensors that carry its name and settings; written aside and renamed.
+
+    Args:
+        kind: "raw" or "ema", kept in the file.
+        half: store float16, read back as float32.
+        notes: more text to keep in the file.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        key: (tensor.half() if half and tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for key, tensor in model.state_dict().items()
+        if not key.endswith("relative_position_index")
+    }
+    metadata = {"model": model.name, "settings": json.dumps(asdict(model.settings)), "kind": kind, **notes}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def load_model(checkpoint: str | Path | None, name: str | None = None, partial: bool = False) -> nn.Module:
+    """Build a model and load its weights; own files know their model, so `name` may be left out with them.
+
+    Raises:
+        InputError: no name and none in the file, or a name that contradicts the file; else as `load_weights`.
+    """
+    if checkpoint is None:
+        if name is None:
+            raise InputError("neither a model nor a checkpoint is given: pass --model NAME or --checkpoint FILE")
+        return build_model(name)
+    _, state, metadata = _read(checkpoint)
+    if "settings" in metadata:
+        settings = ModelSettings(**json.loads(metadata["settings"]))
+        if name is not None and name.lower() != metadata["model"]:
+            raise InputError(
+                f"{checkpoint} holds a {metadata['model']}, --model says {name}: leave --model out or make them agree"
+            )
+        model = build_model(metadata["model"], **asdict(settings))
+    elif name is None:
+        raise InputError(f"{checkpoint} does not say which model it holds: pass --model NAME as well")
+    else:
+        model = build_model(name)
+    load_weights(model, checkpoint, partial)
+    return model
+
+
+def describe_weights(checkpoint: str | Path) -> dict[str, str]:
+    """File name, SHA-256 and kind ("raw", "ema" or "unknown") of a weights file, for results to refer to."""
+    path = Path(checkpoint)
+    metadata = _read(path)[2]
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "sha256": digest, "kind": metadata.get("kind", "unknown")}
+
+
+def _read(source: str | Path | Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], dict[str, str]]:
+    """Name, flat state dict and metadata of a source."""
+    metadata: dict[str, str] = {}
+    if isinstance(source, Mapping):
+        name, content = "the state dict", source
+    else:
+        path = Path(source)
+        name = str(path)
+        if not path.is_file():
+            raise InputError(f"{name}: no such file; give a weights file (.safetensors or .pth)")
+        if path.suffix == ".safetensors":
+            content, metadata = _read_safetensors(path)
+        else:
+            content = _read_torch(path)
+    for wrapper in ("state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+            break
+    if not isinstance(content, Mapping):
+        raise InputError(f"{name}: holds a {type(content).__name__}, not a state dict of tensors")
+    tensors = {str(k).removeprefix("module."): v for k, v in content.items() if isinstance(v, Tensor)}
+    if not tensors:
+        raise InputError(f"{name}: holds no tensors; a state dict, bare or under 'state_dict' or 'model', is expected")
+    return name, tensors, metadata
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: is not a whole safetensors file ({error})") from None
+
+
+def _read_torch(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"{path}: holds pickled Python objects, which could run code and are never loaded; convert it where you "
+            "trust it: torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW_FILE)"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
+        raise InputError(f"{path}: is not a whole PyTorch weights file ({str(error).splitlines()[0]})") from None
+
+
+def _load(
+    module: nn.Module, state: dict[str, Tensor], name: str, partial: bool, *, kind: str, optional: str | None = None
+) -> LoadReport:
+    own = {k: v for k, v in module.state_dict().items() if not k.endswith("relative_position_index")}
+    fits = {k: v for k, v in state.items() if k in own and v.shape == own[k].shape}
+    misshapen = [
+        f"{k} {tuple(v.shape)} instead of {tuple(own[k].shape)}"
+        for k, v in state.items()
+        if k in own and v.shape != own[k].shape
+    ]
+    unexpected = [k for k in state if k not in own]
+    missing = [k for k in own if k not in state and not (optional and re.search(optional, k))]
+    if not partial and (missing or unexpected or misshapen):
+        problems = [
+            f"{len(keys)} {what}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}"
+            for what, keys in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+            if keys
+        ]
+        raise InputError(f"{name} does not fit the model: {'; '.join(problems)}")
+    module.load_state_dict({k: v.to(own[k].dtype) for k, v in fits.items()}, strict=False)
+    share = sum(v.numel() for v in fits.values()) / sum(v.numel() for v in own.values())
+    return LoadReport(name, len(fits), missing, unexpected, misshapen, share, kind)
+
+
+def _timm_state(encoder: nn.Module, name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """State of a whole timm classifier, or of a port of it with other names, as the encoder's own."""
+    import timm
+
+    wanted = [key for key in encoder.backbone.state_dict() if not key.endswith("num_batches_tracked")]
+    with torch.device("meta"):
+        whole = timm.create_model(name).state_dict()
+    whole = {key: tensor for key, tensor in whole.items() if not key.endswith("num_batches_tracked")}
+    if not set(wanted) & set(state):
+        shapes, given = [tuple(v.shape) for v in whole.values()], [tuple(v.shape) for v in state.values()]
+        if shapes == given:
+            state = dict(zip(whole, state.values(), strict=True))
+    kept = {key: tensor for key, tensor in state.items() if key in wanted or key not in whole}
+    return {"backbone." + key: tensor for key, tensor in kept.items()}
