@@ -1,0 +1,220 @@
+"""The one place where a device, a number of processes or a precision is chosen."""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from utils.errors import InputError
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+Devices = int | str | list[int]
+
+
+def parse_devices(devices: Devices, accelerator: str = "auto") -> tuple[Devices, str]:
+    """Read the two options that name devices; looks at nothing but its arguments.
+
+    Args:
+        devices: "auto", a count (2, "2"), indices ([0, 1], "[0,1]", "0,1", "1,"), or a kind alone or with indices
+            ("cuda", "cuda:1", "cuda:0,1").
+        accelerator: auto, cpu, cuda, mps, or gpu for whichever of the last two there is.
+
+    Returns:
+        (devices, accelerator), devices being "auto", a count or a list of indices; passed in again they come back
+        unchanged.
+
+    Raises:
+        InputError: none of these forms, no device at all, an index twice, or a kind that is not the accelerator's.
+    """
+    if accelerator not in ("auto", "cpu", "cuda", "gpu", "mps"):
+        raise InputError(f"--accelerator {accelerator}: must be auto, cpu, cuda (gpu) or mps")
+    kind, text = re.fullmatch(r"(?:(cpu|cuda|mps)(?::|$))?(.*)", re.sub(r"\s", "", str(devices)).lower()).groups()
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    if text == "auto" or (kind and not text):
+        parsed = "auto"
+    elif text.isdecimal() and not kind:
+        parsed = numbers[0]
+    else:
+        parsed = numbers if re.fullmatch(r"\[\d+(,\d+)*\]|\d+(,\d+)*,?", text) else None
+    if not parsed or len(set(numbers)) < len(numbers):
+        raise InputError(f"--devices {devices}: must be auto, a count, indices such as 0,1 (each once) or cuda:1")
+    if kind and accelerator not in ("auto", kind, "cpu" if kind == "cpu" else "gpu"):
+        raise InputError(f"--devices {devices} contradicts --accelerator {accelerator}; leave one of them at auto")
+    return parsed, kind or accelerator
+
+
+def make_fabric(
+    accelerator: str = "auto",
+    devices: Devices = "auto",
+    strategy: str = "auto",
+    precision: str = "auto",
+    num_nodes: int = 1,
+    training: bool = False,
+) -> "Fabric":
+    """The Fabric object of a run, started by `python`, `torchrun`, `fabric run` or SLURM. Follow it with `launch`.
+
+    Args:
+        accelerator: see `parse_devices`; auto takes a GPU where there is one.
+        devices: see `parse_devices`; per node. Auto means what a launcher started, else all GPUs, else one CPU process.
+        strategy: one of Fabric's names (ddp, fsdp, dp, ...) or auto.
+        precision: one of Fabric's names or auto: mixed on CUDA when `training` (bf16 where the device computes in it,
+            else fp16), 32-true otherwise. Mixed precision off CUDA becomes 32-true, with a warning.
+        num_nodes: number of machines; 1 takes the launcher's number.
+        training: whether the run trains.
+
+    Raises:
+        InputError: a device that is not there, options that contradict each other or the launcher, an unknown name.
+    """
+    _ignore_leftovers(num_nodes)  # before the import, which takes RANK for the rank that prints
+    from lightning_fabric import Fabric
+    from lightning_fabric.utilities.rank_zero import rank_zero_only
+
+    options = {"accelerator": accelerator, "strategy": strategy, "devices": devices, "precision": precision}
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LT_CLI_USED") == "1":  # `fabric run` is torchrun + LT_*
+        for name, value in options.items():
+            given = os.environ.get(f"LT_{name.upper()}", str(value))
+            if value == "auto":
+                options[name] = given
+            elif given != str(value) and name != "devices":  # its count of devices is the number it started
+                raise InputError(f"--{name} {value} contradicts --{name} {given} of fabric run; give one of them")
+    options["devices"], options["accelerator"] = parse_devices(options["devices"], options["accelerator"])
+    options["num_nodes"] = num_nodes
+    _agree_with_launcher(options)
+    indices = _choose_device(options)
+    asked = options["precision"]
+    options["precision"] = _choose_precision(asked, options["accelerator"], indices, training)
+    try:
+        with _without("LT_"):  # these variables, read above, would win over the arguments
+            fabric = Fabric(**options)
+    except Exception as error:  # the constructor starts nothing: what fails is a combination of options
+        raise InputError(" ".join(f"--{name} {value}" for name, value in options.items()) + f": {error}") from error
+    rank_zero_only.rank = fabric.global_rank
+    if fabric.global_rank == 0 and asked not in ("auto", options["precision"]):
+        warnings.warn(f"--precision {asked} is for CUDA; {options['accelerator']} computes in 32-true", stacklevel=2)
+    return fabric
+
+
+def launch(fabric: "Fabric", fn: Callable, *args: Any) -> Any:
+    """Run `fn(fabric, *args)` in every process of the run and return its result; after it they no longer communicate.
+
+    Processes that Fabric started end with this one: they are stopped when `fn` fails here, and waited for otherwise.
+
+    Raises:
+        RuntimeError: another process of this node failed.
+    """
+    others = getattr(fabric.strategy.launcher, "procs", [])
+    try:
+        with _without("LT_CLI_USED"):  # with it Fabric refuses to launch; torchrun's rules are the right ones here
+            result = fabric.launch(_run, fn, args)
+    except BaseException:
+        for process in others:
+            process.terminate()
+        raise
+    for rank, process in enumerate(others, start=1):
+        if process.wait() != 0:
+            raise RuntimeError(f"the process of local rank {rank} ended with status {process.returncode}")
+    return result
+
+
+def _run(fabric: "Fabric", fn: Callable, args: tuple) -> Any:
+    import torch.distributed as dist
+
+    result = fn(fabric, *args)
+    if fabric.strategy.launcher and dist.is_initialized():  # the threads of a group left open can abort the exit
+        dist.destroy_process_group()
+    return result
+
+
+def _launcher() -> tuple[str, int, int] | None:
+    """(name, processes on this node, nodes) of what started this process as one of several, None without it."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        local = int(env["LOCAL_WORLD_SIZE"])
+        return "torchrun", local, int(env["WORLD_SIZE"]) // local
+    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        tasks, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", 1))
+        return "SLURM", int(env.get("SLURM_NTASKS_PER_NODE", tasks // nodes)), nodes
+    return None
+
+
+def _ignore_leftovers(num_nodes: int) -> None:
+    """Drop what another run's launcher left in this shell: Fabric would wait for ranks that nobody starts."""
+    env = os.environ
+    started_by_fabric = env.get("VOS_PARENT_PID") == str(os.getppid()) and env.get("LOCAL_RANK", "0") != "0"
+    if _launcher() or started_by_fabric:
+        return
+    stale = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    if num_nodes == 1:  # several machines without a launcher are joined by these
+        stale += ["NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    if dropped := [name for name in stale if env.pop(name, None) is not None]:
+        warnings.warn(f"no launcher started this process: its {', '.join(dropped)} are ignored", stacklevel=3)
+    env["VOS_PARENT_PID"] = str(os.getpid())  # tells the ranks that Fabric starts from here that they are its own
+
+
+def _agree_with_launcher(options: dict[str, Any]) -> None:
+    """Fill in the processes a launcher has started; two counts would be two runs that write the same files."""
+    if (launcher := _launcher()) is None:
+        return
+    name, local, nodes = launcher
+    devices, num_nodes = options["devices"], options["num_nodes"]
+    if options["strategy"] == "dp":  # one process drives all its devices
+        processes = 1
+    elif devices == "auto":
+        processes = options["devices"] = local
+    else:
+        processes = devices if isinstance(devices, int) else len(devices)
+    if processes != local:
+        raise InputError(
+            f"--devices {devices} is {processes} process(es), but {name} started {local} on this node; "
+            f"leave --devices at auto, or start as many"
+        )
+    if num_nodes not in (1, nodes):
+        raise InputError(f"--num_nodes {num_nodes}: {name} started this run on {nodes}; leave it out, or use as many")
+    options["num_nodes"] = nodes
+
+
+def _choose_device(options: dict[str, Any]) -> list[int]:
+    """Settle the accelerator, see that its devices are there and return their indices (none for the CPU)."""
+    from lightning_fabric.accelerators import CUDAAccelerator, MPSAccelerator
+
+    present = {"cuda": CUDAAccelerator.auto_device_count(), "mps": int(MPSAccelerator.is_available())}
+    asked, devices = options["accelerator"], options["devices"]
+    if asked in ("auto", "gpu"):
+        options["accelerator"] = next((kind for kind in present if present[kind]), "cpu" if asked == "auto" else "gpu")
+    count = present.get(options["accelerator"], 0)
+    if options["accelerator"] == "cpu":
+        indices, there = [], not isinstance(devices, list)
+    else:
+        indices = devices if isinstance(devices, list) else list(range(count if devices == "auto" else devices))
+        there = indices and max(indices) < count
+    if not there:
+        here = [f"{kind}:{index}" for kind in present for index in range(present[kind])] + ["cpu (takes a count)"]
+        raise InputError(f"--accelerator {asked} --devices {devices}: this machine has only {', '.join(here)}")
+    return indices
+
+
+def _choose_precision(precision: str, accelerator: str, indices: list[int], training: bool) -> str:
+    if accelerator != "cuda":
+        return "32-true" if precision in ("auto", "16", "bf16", "16-mixed", "bf16-mixed") else precision
+    if precision != "auto":
+        return precision
+    if not training:
+        return "32-true"
+    import torch
+
+    computes_bf16 = all(torch.cuda.get_device_capability(index) >= (8, 0) for index in indices)
+    return "bf16-mixed" if computes_bf16 else "16-mixed"
+
+
+@contextmanager
+def _without(prefix: str) -> Iterator[None]:
+    """The environment without the variables whose names start with `prefix`."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(prefix)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
