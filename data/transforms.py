@@ -125,7 +125,8 @@ class ClipTransform:
         mirror = rng.random() < self.flip
         top, left = int(rng.integers(0, self.size[0] - h + 1)), int(rng.integers(0, self.size[1] - w + 1))
         frames = np.empty((len(images), *self.size, 3), np.uint8)
-        frames[:] = FILL
+        if (h, w) != self.size:
+            frames[:] = FILL
         maps = np.zeros((len(images), *self.size), np.uint8)
         for i, (image, label) in enumerate(zip(images, labels, strict=True)):
             window = resize_window(image, scaled, (y, x, h, w))
@@ -292,10 +293,12 @@ def merge_clips(
     the merged frame 0 stay, at most `max_objects` at random, numbered 1..n; the rest becomes background. Returns
     new frames, new label maps and n.
     """
-    pasted = (other_labels > 0) & (other_labels != IGNORE)
+    frames, labels = frames.copy(), labels.copy()
+    # Numbers above 254 cannot occur: each clip holds a few objects.
     offset = int(labels[labels != IGNORE].max(initial=0))
-    frames = np.where(pasted[..., None], other_frames, frames)
-    # Ids above 254 cannot occur: either clip holds at most a few dozen objects.
-    labels = np.where(pasted, other_labels + np.uint8(offset), labels)
+    for i, other in enumerate(other_labels):
+        pasted = ((other > 0) & (other != IGNORE)).astype(np.uint8)
+        cv2.copyTo(other_frames[i], pasted, frames[i])
+        cv2.copyTo(cv2.add(other, offset), pasted, labels[i])
     table, kept = choose_objects(rng, count_labels(labels[0]), min_pixels, max_objects)
     return frames, cv2.LUT(labels.reshape(-1, labels.shape[-1]), table).reshape(labels.shape), kept
