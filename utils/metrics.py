@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.images import natural_key, read_image
 from utils.errors import InputError
 
 VOID = 255
@@ -285,7 +286,8 @@ class VOSMetric:
     @property
     def rows(self) -> list[Row]:
         """All rows, sorted by sequence, object and frame."""
-        return [Row(*key, *self._rows[key]) for key in sorted(self._rows)]
+        keys = sorted(self._rows, key=lambda key: (key[0], key[1], natural_key(key[2])))
+        return [Row(*key, *self._rows[key]) for key in keys]
 
     @property
     def missing(self) -> list[str]:
@@ -445,7 +447,7 @@ def score_sequence(
     (its mask is given) may be missing in the prediction. Errors as in `score_folders`.
     """
     rule = find_preset(preset)
-    frames = sorted(path.name for path in ground_truth.glob("*.png"))
+    frames = sorted((path.name for path in ground_truth.glob("[!.]*.png")), key=natural_key)
     if not frames:
         raise InputError(f"{ground_truth}: holds no PNG files; one mask for each frame is needed")
     present = {entry.name for entry in os.scandir(predictions)} if predictions.is_dir() else set()
@@ -523,42 +525,44 @@ def _rows(sequence: str, rule: Preset, frames: list[str], counted: set[str], res
     for i in sorted(objects):
         names = scored
         if rule.since == "mask":
-            given = next(name for name in frames if i in results[name][0])
-            names = [name for name in scored if name > given]
+            given = next(n for n, name in enumerate(frames) if i in results[name][0])
+            names = [name for name in frames[given + 1 :] if name in counted]
         elif rule.since == "appearance":
             if not any(i in results[name][0] for name in scored):
                 continue
-            start = next(name for name in scored if i in results[name][0] | results[name][1])
-            names = [name for name in scored if name >= start]
+            names = scored[next(n for n, name in enumerate(scored) if i in results[name][0] | results[name][1]) :]
         rows += [Row(sequence, i, Path(name).stem, *results[name][2].get(i, (1.0, 1.0))) for name in names]
     return rows
 
 
 def read_label_png(path: Path) -> tuple[np.ndarray, list[int] | None]:
-    """Reads a PNG whose pixel values are object ids.
+    """Reads a PNG whose pixel values are object ids, strictly: nothing is guessed from colours.
 
-    Returns the (H, W) labels and, for 8-bit files, how often each of the 256 values occurs. Raises InputError for a
-    file that is missing, cannot be read or is a colour picture.
+    Returns the (H, W) labels and, for 8-bit files, how often each of the 256 values occurs.
+
+    Raises InputError for a file that is missing, damaged, no PNG or a colour picture.
     """
-    from PIL import Image, UnidentifiedImageError
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; a mask for this frame is needed")
+    image = read_image(path)
+    if image.format != "PNG" or image.mode not in ("P", "L", "1", "I", "I;16", "I;16B"):
+        raise InputError(
+            f"{path}: is a colour picture or no PNG ({image.format}, {image.mode}); "
+            "an indexed or grey PNG of object ids is needed"
+        )
+    labels = np.asarray(image)
+    if image.mode == "L" and (stretch := _stretch(path)) > 1:
+        return labels // stretch, None
+    if image.mode in ("P", "L"):
+        return labels, image.histogram()
+    return (labels.astype(np.uint8) if image.mode == "1" else labels), None
 
-    try:
-        with Image.open(path, formats=("PNG",)) as image:
-            image.load()
-            if image.mode not in ("P", "L", "1", "I", "I;16", "I;16B"):
-                raise InputError(
-                    f"{path}: is a colour picture ({image.mode}); an indexed or grey PNG of object ids is needed"
-                )
-            labels = np.asarray(image)
-            return labels.astype(np.uint8) if labels.dtype == bool else labels, (
-                image.histogram() if image.mode in ("P", "L") else None
-            )
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; a mask for this frame is needed") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: cannot be read as PNG ({error}); a whole PNG file is needed") from None
+
+def _stretch(path: Path) -> int:
+    """By how much PIL multiplies the values of grey PNGs with less than 8 bits."""
+    with path.open("rb") as file:
+        depth = file.read(25)[24]
+    return {2: 85, 4: 17}.get(depth, 1)
 
 
 def _ids(labels: np.ndarray, histogram: list[int] | None) -> set[int]:
