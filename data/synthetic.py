@@ -1,6 +1,6 @@
 """Training clips without labelled video: cut-outs that move over backgrounds.
 
-`python -m data.synthetic --sources DIR... --output sheet.png` writes a contact sheet to look at.
+`python -m data.synthetic --sources DIR,DIR --output sheet.png` writes a contact sheet to look at.
 
 A source folder holds one of
 * cut-outs: images with an alpha channel,
@@ -13,6 +13,7 @@ depth order, each with its own smooth path and an evolving displacement field. T
 frames of a clip lie `gap` of them apart, so that motion between neighbours ranges from hardly any to large.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.clips import ClipDataset, Sample, make_sample
+from data.clips import ClipDataset, Sample, make_sample, read_labels
+from data.images import IMAGE_SUFFIXES, read_image, read_rgb
 from utils.errors import InputError
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 LAYOUTS = (("images", "masks"), ("JPEGImages", "Annotations"))
 # Alpha from which on a pixel belongs to an object: more than half of its light comes from it.
 SOLID = 128
@@ -44,11 +45,10 @@ class Cutout:
 
 @dataclass(frozen=True)
 class Photo:
-    """A background (h, w, 3) uint8 RGB, with the instances cut from it and their label map where there is one."""
+    """A background (h, w, 3) uint8 RGB, with the instances cut from it."""
 
     image: np.ndarray
     cutouts: tuple[Cutout, ...] = ()
-    labels: np.ndarray | None = None
 
 
 @dataclass
@@ -116,7 +116,7 @@ class SyntheticClips(ClipDataset):
 
     def __getitem__(self, index: int) -> Sample:
         rng = self.generator(index)
-        for attempt in range(6):
+        for _ in range(6):
             moments, shutter = self._moments(rng)
             background, place, layers, blur = self._scene(rng, np.concatenate([moments, moments + shutter]))
             first = self._labels(layers, 0)
@@ -392,54 +392,48 @@ _COUNT_ODDS = np.array([0.28, 0.27, 0.19, 0.11, 0.05, 0.03, 0.025, 0.02, 0.015, 
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
-def load_source(folder: Path, max_photos: int = 2000) -> tuple[list[Cutout], list[Photo]]:
-    """Decode one source folder into cut-outs and photographs. Raises InputError when it holds no usable image."""
+def load_source(folder: Path, max_photos: int = 2000, max_broken: int = 20) -> tuple[list[Cutout], list[Photo]]:
+    """Decode one source folder into cut-outs and photographs.
+
+    Files that cannot be used are skipped with a warning. Raises InputError when there are more than `max_broken` of
+    them, or when the folder holds nothing usable.
+    """
+    wanted = "a source holds images with alpha, or images/ and masks/, or photographs"
     if not folder.is_dir():
-        raise InputError(
-            f"{folder}: no such folder; a source holds images with alpha, or images/ and masks/, or photographs"
-        )
-    for images, masks in LAYOUTS:
-        if (folder / images).is_dir():
-            if not (folder / masks).is_dir():
-                raise InputError(f"{folder}: has {images}/ but no {masks}/ with an indexed PNG for every image")
-            return [], _load_photos(folder / images, folder / masks, max_photos)
-    cutouts, photos = [], []
+        raise InputError(f"{folder}: no such folder; {wanted}")
+    masks = None
+    for layout in LAYOUTS:
+        if (folder / layout[0]).is_dir():
+            folder, masks = folder / layout[0], folder / layout[1]
+            if not masks.is_dir():
+                raise InputError(
+                    f"{masks}: no such folder; beside {layout[0]}/ it holds a PNG for every image"
+                )
+            break
+    cutouts, photos, broken = [], [], 0
     for path in _spread(_images(folder), max_photos):
-        image = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
-        if image is None or image.dtype != np.uint8:
-            continue
-        if image.ndim == 3 and image.shape[2] == 4 and image[..., 3].min() < SOLID:
-            cutout = make_cutout(cv2.cvtColor(image, cv2.COLOR_BGRA2RGBA))
-            cutouts += [cutout] if cutout else []
-        else:
-            photos.append(Photo(_bound(cv2.cvtColor(cv2.imread(str(path), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB))))
+        try:
+            if masks is not None:
+                mask = (masks / path.relative_to(folder)).with_suffix(".png")
+                if mask.is_file():
+                    photos.append(make_photo(read_rgb(path), read_labels(mask), path))
+                continue
+            image = read_image(path)
+            # An alpha channel that is opaque everywhere makes no cut-out.
+            if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < SOLID:
+                cutout = make_cutout(np.asarray(image.convert("RGBA")))
+                cutouts += [cutout] if cutout else []
+            else:
+                photos.append(Photo(_bound(read_rgb(path), cv2.INTER_AREA)))
+        except InputError as error:
+            broken += 1
+            warnings.warn(f"skipped: {error}", stacklevel=2)
+            if broken > max_broken:
+                raise InputError(f"{folder}: more than {max_broken} files cannot be used, the last: {error}") from error
     if not cutouts and not photos:
-        raise InputError(
-            f"{folder}: no readable image; a source holds images with alpha, or images/ and masks/, or photographs"
-        )
+        names = f"image with a mask of the same name in {masks}" if masks else "usable image"
+        raise InputError(f"{folder}: no {names}; {wanted}")
     return cutouts, photos
-
-
-def _load_photos(images: Path, masks: Path, max_photos: int) -> list[Photo]:
-    from PIL import Image
-
-    photos = []
-    for path in _spread(_images(images), max_photos):
-        mask_path = (masks / path.relative_to(images)).with_suffix(".png")
-        image = cv2.imread(str(path), cv2.IMREAD_COLOR)
-        if image is None or not mask_path.is_file():
-            continue
-        image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
-        with Image.open(mask_path) as opened:
-            labels = np.asarray(opened)
-        if labels.shape != image.shape[:2]:
-            raise InputError(
-                f"{mask_path}: {labels.shape} differs from its image {image.shape[:2]}; want an indexed PNG of equal size"
-            )
-        photos.append(make_photo(image, labels.astype(np.uint8)))
-    if not photos:
-        raise InputError(f"{images}: no image with a mask of the same name in {masks}")
-    return photos
 
 
 def _images(folder: Path) -> list[Path]:
@@ -452,12 +446,12 @@ def _spread(paths: list[Path], most: int) -> list[Path]:
     return [paths[i * len(paths) // most] for i in range(most)]
 
 
-def _bound(image: np.ndarray, short_edge: int = 512) -> np.ndarray:
-    """Shrink a large photograph, to keep the memory of a source bounded."""
+def _bound(image: np.ndarray, interpolation: int, short_edge: int = 512) -> np.ndarray:
+    """Shrink a large photograph, or its mask, to keep the memory of a source bounded."""
     factor = short_edge / min(image.shape[:2])
     if factor >= 1:
         return image
-    return cv2.resize(image, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
+    return cv2.resize(image, None, fx=factor, fy=factor, interpolation=interpolation)
 
 
 def make_cutout(rgba: np.ndarray, rim: int = 2, min_area: int = 600) -> Cutout | None:
@@ -473,8 +467,14 @@ def make_cutout(rgba: np.ndarray, rim: int = 2, min_area: int = 600) -> Cutout |
     return Cutout(rgba, (x - rim, y - rim))
 
 
-def make_photo(image: np.ndarray, labels: np.ndarray) -> Photo:
-    """Cut every instance out of a photograph, with a soft edge one pixel inside its mask, where halos are rare."""
+def make_photo(image: np.ndarray, labels: np.ndarray, name: object = "photograph") -> Photo:
+    """Cut every instance out of a photograph, with a soft edge one pixel inside its mask, where halos are rare.
+
+    Raises InputError when the label map (h, w) is not as large as the image (h, w, 3).
+    """
+    if labels.shape != image.shape[:2]:
+        raise InputError(f"{name}: the image is {image.shape[:2]}, its mask {labels.shape}; they must be equal")
+    image, labels = _bound(image, cv2.INTER_AREA), _bound(labels, cv2.INTER_NEAREST)
     cutouts = []
     cross = cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3))
     for value in np.unique(labels):
@@ -488,14 +488,14 @@ def make_photo(image: np.ndarray, labels: np.ndarray) -> Photo:
         if cutout:
             border = int((mask[0] > 0).sum() + (mask[-1] > 0).sum() + (mask[:, 0] > 0).sum() + (mask[:, -1] > 0).sum())
             cutouts.append(Cutout(cutout.rgba, cutout.corner, whole=border < 0.05 * 2 * sum(cutout.rgba.shape[:2])))
-    return Photo(image, tuple(cutouts), labels)
+    return Photo(image, tuple(cutouts))
 
 
 # --- geometry and motion ------------------------------------------------------------------------------------------
 
 
 def _path(rng: np.random.Generator, times: np.ndarray, pace: float, wave: float, dims: int | None = None) -> np.ndarray:
-    """A smooth path from 0 at time 0: `pace` a frame on average in a random direction, bent, plus a sway of size `wave`."""
+    """A smooth path from 0 at time 0: `pace` a frame in a random direction, bent, and a sway of size `wave`."""
     shape = (1,) if dims is None else (dims,)
     velocity = rng.normal(0, 1, shape) * pace
     acceleration = rng.normal(0, 1, shape) * pace / 40
@@ -749,7 +749,7 @@ def contact_sheet(dataset: SyntheticClips, rows: int = 8, first: int = 0) -> np.
 
 
 def main(
-    sources: list[str],
+    sources: str | list[str],
     output: str = "sheet.png",
     rows: int = 6,
     size: tuple[int, int] = (241, 241),
@@ -757,11 +757,12 @@ def main(
     max_gap: int = 12,
     motion: float = 1.0,
     seed: int = 0,
+    debug: bool = False,
 ) -> None:
     """Write a contact sheet of synthetic clips.
 
     Args:
-        sources: folders with cut-outs, photographs with instance masks, or photographs.
+        sources: folders with cut-outs, photographs with instance masks, or photographs, separated by commas.
         output: image file to write.
         rows: clips on the sheet, one a row, once plain and once with its masks.
         size: height and width of the clips.
@@ -769,7 +770,9 @@ def main(
         max_gap: most video frames between two frames of a clip.
         motion: factor on all speeds.
         seed: another seed draws other clips.
+        debug: show the traceback of an error.
     """
+    sources = sources.split(",") if isinstance(sources, str) else sources
     dataset = SyntheticClips(sources, size=size, max_objects=max_objects, max_gap=max_gap, motion=motion, seed=seed)
     sheet = contact_sheet(dataset, rows)
     target = Path(output)
