@@ -275,7 +275,9 @@ def find_videos(
         listing = root / sequences
         if not listing.is_file():
             raise InputError(f"{listing}: no such file; expected a text file with one sequence name a line")
-        names = [line.split()[0] for line in listing.read_text().splitlines() if line.strip()]
+        lines = [line.split()[0] for line in listing.read_text().splitlines() if line.strip()]
+        # DAVIS 2016 lists the path of every image instead of the names of the videos.
+        names = list(dict.fromkeys(Path(line).parent.name if Path(line).suffix else line for line in lines))
     else:
         names = list(sequences)
     if not names:

@@ -88,6 +88,7 @@ class SyntheticClips(ClipDataset):
         motion: float = 1.0,
         min_pixels: int = 100,
         max_photos: int = 2000,
+        max_broken: int = 20,
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
@@ -98,7 +99,7 @@ class SyntheticClips(ClipDataset):
         self.cutouts: list[Cutout] = []
         self.photos: list[Photo] = []
         for source in sources:
-            cutouts, photos = load_source(Path(source), max_photos)
+            cutouts, photos = load_source(Path(source), max_photos, max_broken)
             self.cutouts += cutouts
             self.photos += photos
         # Two pools with an equal share, or a hundred photographs would drown the cleaner cut-outs (or the reverse).
@@ -406,9 +407,7 @@ def load_source(folder: Path, max_photos: int = 2000, max_broken: int = 20) -> t
         if (folder / layout[0]).is_dir():
             folder, masks = folder / layout[0], folder / layout[1]
             if not masks.is_dir():
-                raise InputError(
-                    f"{masks}: no such folder; beside {layout[0]}/ it holds a PNG for every image"
-                )
+                raise InputError(f"{masks}: no such folder; beside {layout[0]}/ it holds a PNG for every image")
             break
     cutouts, photos, broken = [], [], 0
     for path in _spread(_images(folder), max_photos):
