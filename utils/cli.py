@@ -60,7 +60,8 @@ def _parse(main: Callable, argv: Sequence[str]) -> dict:
             except Exception as error:
                 raise InputError(f"--config {values}: {_explain(parser, str(error))}") from error
 
-    set_parsing_settings(import_path_denylist=["*"])  # a value names no code to import or call
+    # a value names no code to import or call
+    set_parsing_settings(import_path_denylist=["*"], instantiate_subclass_spec_in_any=False)
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action=ConfigFile, help="YAML file with any of these options; may be repeated.")
     parser.add_function_arguments(main, as_group=False, as_positional=False)

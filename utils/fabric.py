@@ -106,10 +106,12 @@ def launch(fabric: "Fabric", fn: Callable, *args: Any) -> Any:
     Raises:
         RuntimeError: another process of this node failed.
     """
+    import torch.distributed as dist
+
     others = getattr(fabric.strategy.launcher, "procs", [])
     try:
         with _without("LT_CLI_USED"):  # with it Fabric refuses to launch; torchrun's rules are the right ones here
-            result = fabric.launch(_run, fn, args)
+            result = fabric.launch(_run, fn, args, dist.is_initialized())
     except BaseException:
         for process in others:
             process.terminate()
@@ -120,11 +122,11 @@ def launch(fabric: "Fabric", fn: Callable, *args: Any) -> Any:
     return result
 
 
-def _run(fabric: "Fabric", fn: Callable, args: tuple) -> Any:
+def _run(fabric: "Fabric", fn: Callable, args: tuple, group_is_borrowed: bool) -> Any:
     import torch.distributed as dist
 
     result = fn(fabric, *args)
-    if fabric.strategy.launcher and dist.is_initialized():  # the threads of a group left open can abort the exit
+    if dist.is_initialized() and not group_is_borrowed:  # the threads of a group left open can abort the exit
         dist.destroy_process_group()
     return result
 
