@@ -120,7 +120,8 @@ class SyntheticClips(ClipDataset):
         for _ in range(6):
             moments, shutter = self._moments(rng)
             background, place, layers, blur = self._scene(rng, np.concatenate([moments, moments + shutter]))
-            first = self._labels(layers, 0)
+            first = np.zeros(self.size, np.uint8)
+            paint(None, first, layers, 0, blur)
             counts = np.bincount(first.ravel(), minlength=len(layers) + 1)
             seen = [layer.label for layer in layers if layer.label and counts[layer.label] > self.min_pixels]
             if seen:
@@ -320,14 +321,6 @@ class SyntheticClips(ClipDataset):
 
     # --- how it looks -------------------------------------------------------------------------------------------
 
-    def _labels(self, layers: list[Layer], i: int) -> np.ndarray:
-        labels = np.zeros(self.size, np.uint8)
-        for layer in layers:
-            box, rgba = _warp(layer, i, self.size, blur=False)
-            if rgba is not None:
-                labels[box][rgba[..., 3] >= SOLID] = layer.label
-        return labels
-
     def _render(self, rng, background, place, layers, blur) -> tuple[np.ndarray, np.ndarray]:
         h, w = self.size
         frames = np.empty((self.frames, h, w, 3), np.uint8)
@@ -337,7 +330,7 @@ class SyntheticClips(ClipDataset):
         points = place[:, :, :2] @ middle + place[:, :, 2]
         sway = points[self.frames :] - points[: self.frames]
         sun = rng.normal(0, 0.12, 2)
-        times = np.linspace(0, 1, self.frames) if self.frames > 1 else np.zeros(1)
+        times = np.linspace(0, 1, self.frames)
         light = self._light(rng, times)
         spot = _spot(rng, self.size, times) if rng.random() < 0.25 else None
         grain = None
@@ -351,18 +344,7 @@ class SyntheticClips(ClipDataset):
             )
             if blur:
                 image = _motion_blur(image, sway[i])
-            for layer in layers:
-                box, rgba = _warp(layer, i, self.size, blur)
-                if rgba is None:
-                    continue
-                if layer.shadow:
-                    _cast_shadow(image, box, rgba[..., 3], sun, layer.shadow)
-                region = image[box]
-                see_through = cv2.cvtColor(255 - rgba[..., 3], cv2.COLOR_GRAY2BGR)
-                image[box] = cv2.add(
-                    cv2.multiply(region, see_through, scale=1 / 255), np.ascontiguousarray(rgba[..., :3])
-                )
-                labels[i][box][rgba[..., 3] >= SOLID] = layer.label
+            paint(image, labels[i], layers, i, blur, sun)
             image = cv2.transform(image, light[i])
             if spot is not None:
                 image = cv2.multiply(image, spot[i], scale=1 / 128)
@@ -546,6 +528,32 @@ def _shrink(image: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarra
     fx, fy = image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]
     back = np.array([[fx, 0, (fx - 1) / 2], [0, fy, (fy - 1) / 2]])
     return small, np.stack([_compose(matrix, back) for matrix in place])
+
+
+def paint(
+    image: np.ndarray | None,
+    labels: np.ndarray,
+    layers: Sequence[Layer],
+    i: int,
+    blur: bool,
+    sun: np.ndarray | None = None,
+) -> None:
+    """Draw layers, back to front, at moment i: into an image (h, w, 3) uint8 and its label map (h, w), in place.
+
+    A pixel gets the label of the frontmost layer that gives most of its light. `sun` (x, y) is where shadows fall, in
+    heights and widths of their layer. Without an image the label map alone is drawn.
+    """
+    for layer in layers:
+        box, rgba = _warp(layer, i, labels.shape, blur)
+        if rgba is None:
+            continue
+        if image is not None:
+            if layer.shadow and sun is not None:
+                _cast_shadow(image, box, rgba[..., 3], sun, layer.shadow)
+            through = cv2.cvtColor(255 - rgba[..., 3], cv2.COLOR_GRAY2BGR)
+            behind = cv2.multiply(image[box], through, scale=1 / 255)
+            image[box] = cv2.add(behind, np.ascontiguousarray(rgba[..., :3]))
+        labels[box][rgba[..., 3] >= SOLID] = layer.label
 
 
 def _warp(layer: Layer, i: int, size: tuple[int, int], blur: bool) -> tuple[tuple[slice, slice], np.ndarray | None]:

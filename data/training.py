@@ -125,7 +125,6 @@ def describe(entry: str | Mapping[str, Any]) -> dict[str, Any]:
     allowed = OPTIONS[found["kind"]] | {"kind", "root", "repeats", "weight"}
     for key in found:
         if key not in allowed:
-            raise InputError(
-                f"datasets: a {found['kind']} data set has no {key!r}; it has {', '.join(sorted(allowed))}"
-            )
+            known = ", ".join(sorted(allowed))
+            raise InputError(f"datasets: a {found['kind']} data set has no option {key!r}; it has {known}")
     return found
