@@ -135,6 +135,17 @@ def test_automatic_precision_on_cuda():
     assert make_fabric(devices="cuda:0").strategy.precision.precision == "32-true"
 
 
+def rank_and_world(fabric) -> tuple[int, int]:
+    return fabric.global_rank, fabric.world_size
+
+
+@pytest.mark.filterwarnings("error")
+def test_runs_after_each_other_in_one_process():
+    for devices in (2, 1, 2):
+        fabric = make_fabric("cpu", devices, strategy="ddp_fork" if devices == 2 else "auto")
+        assert launch(fabric, rank_and_world) == (0, devices)
+
+
 def test_leftovers_of_a_launcher_change_nothing(monkeypatch):
     leftovers = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
     for name, value in (leftovers | {"LT_DEVICES": "3", "LT_CLI_USED": "1"}).items():

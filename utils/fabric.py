@@ -152,7 +152,8 @@ def _ignore_leftovers(num_nodes: int) -> None:
     stale = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
     if num_nodes == 1:  # several machines without a launcher are joined by these
         stale += ["NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    if dropped := [name for name in stale if env.pop(name, None) is not None]:
+    dropped = [name for name in stale if env.pop(name, None) is not None]
+    if dropped and env.get("VOS_PARENT_PID") != str(os.getpid()):  # else they are from an earlier launch in here
         warnings.warn(f"no launcher started this process: its {', '.join(dropped)} are ignored", stacklevel=3)
     env["VOS_PARENT_PID"] = str(os.getpid())  # tells the ranks that Fabric starts from here that they are its own
 
