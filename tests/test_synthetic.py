@@ -1,5 +1,7 @@
 """Clips made from cut-outs: exact labels, what a clip promises, and that draws are a function of seed, epoch, index."""
 
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pytest
@@ -201,3 +203,23 @@ def test_real_material(shared):
     dataset = SyntheticClips([pack / "tuxpaint", pack / "coco384"], size=(97, 97), max_photos=20)
     assert len(dataset.cutouts) > 10 and len(dataset.photos) == 20
     assert all((dataset[i]["labels"][0] == 1).sum() > 100 for i in range(5))
+
+
+def test_the_bundled_clip_is_what_the_program_renders():
+    pytest.importorskip("skimage")
+    from data.masks import read_mask
+    from data.render_clip import LENGTH, SIZE, render
+    from data.video import open_frames
+
+    assets = Path(__file__).resolve().parents[1] / "assets"
+    images, labels = render()
+    with open_frames(assets / "clip.mp4") as source:
+        bundled = [frame.image for frame in source]
+    first = read_mask(assets / "clip_first.png").labels
+    assert len(bundled) == len(images) == LENGTH and first.shape == SIZE
+    # Other versions of OpenCV may cut a little differently.
+    assert all(np.abs(a.astype(int) - b).mean() < 3 for a, b in zip(bundled[::9], images[::9], strict=True))
+    assert (first == labels[0]).mean() > 0.995 and set(np.unique(first)) == {0, 1, 2, 3}
+    # The astronaut hides part of the cup, and all of them are there most of the time.
+    cup = [(label == 2).sum() for label in labels]
+    assert min(cup) < 0.75 * cup[0] and all(np.isin([1, 2, 3], label).all() for label in labels)
