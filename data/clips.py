@@ -245,8 +245,10 @@ class Mixture(ClipDataset):
         if self.odds is not None:
             # The index goes on unchanged: two draws of one data set in an epoch never share their random numbers.
             return self.datasets[self.generator(index).choice(len(self.datasets), p=self.odds)][index]
-        which = int(np.searchsorted(self.ends, index, side="right"))
-        return self.datasets[which][index - (int(self.ends[which - 1]) if which else 0)]
+        turn, place = divmod(index, self.length)
+        which = int(np.searchsorted(self.ends, place, side="right"))
+        first = int(self.ends[which - 1]) if which else 0
+        return self.datasets[which][place - first + turn * (int(self.ends[which]) - first)]
 
 
 # --- files --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""Which clips a step sees, and a loader that fits the device."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+
+class StepSampler:
+    """Batch sampler whose batches are a function of the step alone.
+
+    Sample g of a run (counted over all steps and processes) is item `order(turn)[g % length]` of turn g // length of
+    the data, so that a resumed run goes on with the clips that would have come, and the number of processes decides
+    only who loads which.
+
+    Args:
+        length: items of the data set.
+        batch_size: of all processes together.
+        steps: range of steps to run.
+        seed: of the order.
+        rank, world_size: this process takes the rank-th of world_size equal parts of every batch.
+        accumulation: yield each part in so many batches.
+    """
+
+    def __init__(
+        self, length: int, batch_size: int, steps: range, seed: int, rank: int, world_size: int, accumulation: int = 1
+    ):
+        self.length, self.batch_size, self.steps, self.seed = length, batch_size, steps, seed
+        self.rank, self.world_size, self.accumulation = rank, world_size, accumulation
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, int))
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.batch_size // self.world_size
+        for step in self.steps:
+            first = step * self.batch_size + self.rank * share
+            own = [self._item(g) for g in range(first, first + share)]
+            size = share // self.accumulation
+            yield from (own[i : i + size] for i in range(0, share, size))
+
+    def _item(self, g: int) -> int:
+        """Item of sample g; items of later turns lie past the length, where data sets draw anew."""
+        turn, place = divmod(g, self.length)
+        if self._order[0] != turn:
+            self._order = (turn, np.random.default_rng([self.seed, turn]).permutation(self.length))
+        return turn * self.length + int(self._order[1][place])
+
+
+def identity_permutations(seed: int, items: list[int], slots: int) -> torch.Tensor:
+    """(b, slots) int64: a random order of the identity slots for each clip, drawn from (seed, item)."""
+    return torch.stack([torch.from_numpy(np.random.default_rng([seed, 1, item]).permutation(slots)) for item in items])
+
+
+class Keyed(Dataset):
+    """A data set whose samples carry the item they were asked for."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, item: int) -> dict:
+        return self.dataset[item] | {"item": item}
+
+
+def make_loader(fabric: "Fabric", dataset: Dataset, sampler: StepSampler, workers: int | None) -> DataLoader:
+    """Loader of clip batches for the device: pinned and prefetched for CUDA, worker count by the cores of the machine.
+
+    Args:
+        workers: loader processes of this rank, None: chosen for the device.
+    """
+    import os
+
+    from data.clips import collate, worker_init
+
+    cuda = fabric.device.type == "cuda"
+    if workers is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(8, cores // fabric.world_size) if cuda else min(2, cores - 1)
+
+    def batch(samples: list[dict]) -> dict:
+        return collate(samples) | {"items": [sample["item"] for sample in samples]}
+
+    loader = DataLoader(
+        Keyed(dataset),
+        batch_sampler=sampler,
+        collate_fn=batch,
+        num_workers=workers,
+        worker_init_fn=worker_init,
+        pin_memory=cuda,
+        prefetch_factor=4 if workers else None,
+        persistent_workers=False,  # one pass over the sampler is the whole run
+        # Decoded sources are shared with forked workers; CUDA forbids forking after its start only in the child.
+        multiprocessing_context="fork" if workers and hasattr(os, "fork") else None,
+    )
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=True)
