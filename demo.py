@@ -30,7 +30,7 @@ def main(
     mask: Path | None = None,
     model: str | None = None,
     checkpoint: Path | None = None,
-    output_dir: Path = Path("demo_output"),
+    output_dir: Path = Path("out"),
     max_long_edge: int | None = None,
     long_term_gap: int | None = None,
     max_memory_frames: int | None = None,

@@ -199,16 +199,15 @@ def overlay(image: np.ndarray, labels: np.ndarray, alpha: float = 0.5) -> np.nda
     """
     import cv2
 
-    labels = np.ascontiguousarray(labels, np.uint16)
     if labels.max(initial=0) < 256:
-        table = _voc_colors()[:256].reshape(256, 1, 3)
-        color = cv2.LUT(cv2.cvtColor(labels.astype(np.uint8), cv2.COLOR_GRAY2RGB), table)
+        labels = np.ascontiguousarray(labels, np.uint8)
+        color = cv2.LUT(cv2.cvtColor(labels, cv2.COLOR_GRAY2RGB), _voc_colors()[:256, None])
     else:
+        labels = np.ascontiguousarray(labels, np.uint16)
         color = _voc_colors()[labels]
     out = image.copy()
-    cv2.copyTo(cv2.addWeighted(image, 1 - alpha, color, alpha, 0), (labels > 0).astype(np.uint8), out)
-    outline = (cv2.erode(labels, _BLOCK) != labels).astype(np.uint8)
-    return cv2.copyTo(color, outline, out)
+    cv2.copyTo(cv2.addWeighted(image, 1 - alpha, color, alpha, 0), cv2.compare(labels, 0, cv2.CMP_NE), out)
+    return cv2.copyTo(color, cv2.compare(cv2.erode(labels, _BLOCK), labels, cv2.CMP_NE), out)
 
 
 def _codes(path: Path, image: Image.Image) -> tuple[np.ndarray, bool, str]:
