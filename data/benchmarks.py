@@ -87,7 +87,11 @@ class Benchmark:
 
 
 def open_benchmark(
-    dataset: str, data_root: str | Path, split: str | None = None, resolution: str = "480p"
+    dataset: str,
+    data_root: str | Path,
+    split: str | None = None,
+    resolution: str = "480p",
+    with_frames: bool = True,
 ) -> Benchmark:
     """Finds the videos of a benchmark; reads no frame and no mask.
 
@@ -96,6 +100,7 @@ def open_benchmark(
         data_root: its folder.
         split: name of a list or of a folder; None: the usual one of the data set.
         resolution: DAVIS only, 480p or full; masks are written at 480p for both.
+        with_frames: whether the frames are needed; else masks stand in for those that are not there.
 
     Raises InputError that names the folder and the layout when something is not there.
     """
@@ -106,8 +111,9 @@ def open_benchmark(
     default, preset, layout = DATASETS[dataset]
     root, split = Path(data_root), split or default
     _need(root, "the root folder of the data set")
-    opened = {"davis": _davis, "youtubevos": _youtubevos, "split": _split_folder, "list": _listed}[layout]
-    truth, videos, seen = opened(root, dataset, split, resolution)
+    source = _Source(dataset, root, split, resolution, with_frames)
+    layouts = {"davis": _davis, "youtubevos": _youtubevos, "split": _split_folder, "list": _listed}
+    truth, videos, seen = layouts[layout](source)
     unlabelled = tuple(v.name for v in videos if not v.masks.keys() >= set(v.asked))
     return Benchmark(dataset, split, tuple(videos), truth, preset, unlabelled, seen)
 
@@ -139,33 +145,57 @@ def given_mask(video: Video, frame: str, known: set[int]) -> np.ndarray | None:
 # ------------------------------------------------------------------------------------------------------------ layouts
 
 
-def _davis(root: Path, dataset: str, split: str, resolution: str) -> tuple[Path, list[Video], dict]:
-    year = dataset.removeprefix("davis")
-    names = _read_list(root / "ImageSets" / year / f"{split}.txt")
-    folder = {"480p": "480p", "full": "Full-Resolution"}[resolution]
+@dataclass(frozen=True)
+class _Source:
+    """What was asked for."""
+
+    dataset: str
+    root: Path
+    split: str | None
+    resolution: str
+    with_frames: bool
+
+    def need(self, images: Path, *masks: Path) -> None:
+        if self.with_frames:
+            _need(images, f"the frames of {self.dataset}, {images}/<video>/<frame>.jpg")
+        for folder in masks:
+            _need(folder, f"the masks of {self.dataset}, {folder}/<video>/<frame>.png")
+
+    def frames(self, folder: Path, masks: dict[str, Path]) -> tuple[Path, ...]:
+        if not folder.is_dir() and not self.with_frames:
+            return tuple(masks.values())
+        _need(folder, f"the frames of the video {folder.name}, {folder}/<frame>.jpg")
+        return tuple(list_images(folder)[0])
+
+    def videos(self, images: Path, truth: Path) -> list[str]:
+        return _folders(images if self.with_frames or images.is_dir() else truth)
+
+
+def _davis(source: _Source) -> tuple[Path, list[Video], dict]:
+    root, year = source.root, source.dataset.removeprefix("davis")
+    names = _read_list(root / "ImageSets" / year / f"{source.split}.txt")
+    folder = {"480p": "480p", "full": "Full-Resolution"}[source.resolution]
     images, given, truth = root / "JPEGImages" / folder, root / "Annotations" / folder, root / "Annotations" / "480p"
-    _need(images, f"the frames of {dataset}, {images}/<video>/<frame>.jpg")
-    for masks in (given, truth):
-        _need(masks, f"the masks of {dataset}, {masks}/<video>/<frame>.png")
+    source.need(images, given, truth)
     videos = []
     for name in names:
-        frames, masks = _frames(images / name), _masks(truth / name)
+        masks = _masks(truth / name)
+        frames = source.frames(images / name, masks)
         first = frames[0].stem
         first_mask = given / name / f"{first}.png"
         if first not in masks or not first_mask.is_file():
             raise InputError(f"{first_mask}: no such file; needed is the mask of the first frame")
         # Server and toolkit score at 480p whatever the frames are: 480 x ceil(480 w / h), the size of these masks.
-        size = _picture_size(masks[first])
+        size = picture_size(masks[first])
         masks[first] = first_mask
         videos.append(Video(name, frames, masks, first_only=True, merge=year == "2016", output_size=size))
     return truth, videos, {}
 
 
-def _youtubevos(root: Path, dataset: str, split: str, resolution: str) -> tuple[Path, list[Video], dict]:
-    folder = root / split
-    sparse = root / split.removesuffix("_all_frames")
-    _need(folder / "JPEGImages", f"the frames of {dataset}, {folder}/JPEGImages/<video>/<frame>.jpg")
-    _need(sparse / "Annotations", f"the masks of {dataset}, {sparse}/Annotations/<video>/<frame>.png")
+def _youtubevos(source: _Source) -> tuple[Path, list[Video], dict]:
+    folder = source.root / source.split
+    sparse = source.root / source.split.removesuffix("_all_frames")
+    source.need(folder / "JPEGImages", sparse / "Annotations")
     meta = _read_meta(sparse / "meta.json")
     videos, seen = [], {}
     for name, entry in sorted(meta.items()):
@@ -176,47 +206,52 @@ def _youtubevos(root: Path, dataset: str, split: str, resolution: str) -> tuple[
                 f"{sparse / 'meta.json'}: {name} is not as 'objects': {{id: {{'frames': [...], 'category': ...}}}}"
             ) from None
         kept = frozenset(frame for frames, _ in objects.values() for frame in frames)
-        images = _frames(folder / "JPEGImages" / name)
+        masks = _masks(sparse / "Annotations" / name)
+        images = source.frames(folder / "JPEGImages" / name, masks)
         if folder == sparse:
             images = tuple(path for path in images if path.stem in kept)
         else:
             images = tuple(path for path in images if min(kept) <= path.stem <= max(kept))
-        if lost := kept - {path.stem for path in images}:
+        if (lost := kept - {path.stem for path in images}) and source.with_frames:
             raise InputError(f"{folder / 'JPEGImages' / name}: lacks frame {min(lost)}, which meta.json lists")
-        videos.append(Video(name, images, _masks(sparse / "Annotations" / name), kept=kept))
+        videos.append(Video(name, images, masks, kept=kept))
         if all(category for _, category in objects.values()):
             seen[name] = {i: category in YOUTUBEVOS_SEEN for i, (_, category) in objects.items()}
     return sparse / "Annotations", videos, seen
 
 
-def _split_folder(root: Path, dataset: str, split: str, resolution: str) -> tuple[Path, list[Video], dict]:
-    folder = root / split
+def _split_folder(source: _Source) -> tuple[Path, list[Video], dict]:
+    root, folder = source.root, source.root / source.split
     images, truth = folder / "JPEGImages", folder / "Annotations"
-    _need(images, f"the frames of {dataset}, {images}/<video>/<frame>.jpg")
-    _need(truth, f"the masks of {dataset}, {truth}/<video>/<frame>.png")
-    videos = [Video(name, _frames(images / name), _masks(truth / name)) for name in _folders(images)]
+    source.need(images, truth)
+    videos = []
+    for name in source.videos(images, truth):
+        masks = _masks(truth / name)
+        videos.append(Video(name, source.frames(images / name, masks), masks))
     seen = {}
     # LVOS: its toolkit's list of the videos whose categories are not in the training set
     unseen = next((p for p in (folder / "unseen_videos.txt", root / "unseen_videos.txt") if p.is_file()), None)
-    if dataset == "lvos" and unseen:
+    if source.dataset == "lvos" and unseen:
         names = set(unseen.read_text().split())
         seen = {video.name: dict.fromkeys(range(1, 256), video.name not in names) for video in videos}
     return truth, videos, seen
 
 
-def _listed(root: Path, dataset: str, split: str | None, resolution: str) -> tuple[Path, list[Video], dict]:
+def _listed(source: _Source) -> tuple[Path, list[Video], dict]:
+    root = source.root
     images, truth = root / "JPEGImages", root / "Annotations"
-    if dataset == "folder" and (images / "480p").is_dir() and (truth / "480p").is_dir():
+    if source.dataset == "folder" and (truth / "480p").is_dir():
         images, truth = images / "480p", truth / "480p"
-    _need(images, f"the frames, {images}/<video>/<frame>.jpg")
-    _need(truth, f"the masks, {truth}/<video>/<frame>.png")
-    names = _folders(images) if split is None else _read_list(root / "ImageSets" / f"{split}.txt")
+    source.need(images, truth)
+    listed = root / "ImageSets" / f"{source.split}.txt"
+    names = source.videos(images, truth) if source.split is None else _read_list(listed)
     videos = []
     for name in names:
-        frames, masks = _frames(images / name), _masks(truth / name)
-        if dataset == "vost":  # its toolkit reads the annotated frames only
+        masks = _masks(truth / name)
+        frames = source.frames(images / name, masks)
+        if source.dataset == "vost":  # its toolkit reads the annotated frames only
             frames = tuple(path for path in frames if path.stem in masks)
-        videos.append(Video(name, frames, masks, first_only=dataset == "vost"))
+        videos.append(Video(name, frames, masks, first_only=source.dataset == "vost"))
     return truth, videos, {}
 
 
@@ -233,12 +268,6 @@ def _folders(root: Path) -> list[str]:
     if not names:
         raise InputError(f"{root}: holds no videos; needed are {root}/<video>/<frame>.jpg")
     return names
-
-
-def _frames(folder: Path) -> tuple[Path, ...]:
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; it should hold the frames of the video {folder.name}")
-    return tuple(list_images(folder)[0])
 
 
 def _masks(folder: Path) -> dict[str, Path]:
@@ -277,8 +306,8 @@ def _read_meta(path: Path) -> dict:
     return videos
 
 
-def _picture_size(path: Path) -> tuple[int, int]:
-    """(height, width)"""
+def picture_size(path: Path) -> tuple[int, int]:
+    """(height, width) of a picture file, from its header."""
     from PIL import Image, UnidentifiedImageError
 
     try:
