@@ -174,6 +174,8 @@ def setup(fabric: "Fabric", settings: dict[str, Any]) -> None:
     if folder.resume(state, s["resume"]):
         average.load_state_dict(state["ema"])
         fabric.print(f"resumed at step {state['step']}")
+    if s["freeze_encoder"]:
+        raw.freeze_encoder()
 
     share = s["batch_size"] // fabric.world_size
     fabric.print(

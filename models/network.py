@@ -8,6 +8,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from models.encoders import normalise
+from models.fold import fold_batch_norm
 
 SLOTS = 10  # objects that share one identity bank (AOT paper, section 4.1)
 NO_OBJECT = -1e10  # logit of a slot that holds no object; NO_OBJECT_HALF where half precision would overflow
@@ -61,7 +62,18 @@ class VOSNetwork(nn.Module):
         self.identity_norm = nn.LayerNorm(width) if identity_norm else nn.Identity()
         self.align_corners = align_corners
         self.train_memory_gap, self.test_memory_gap = train_memory_gap, test_memory_gap
+        self._folded: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the module's state
         encoder.freeze_first_stage()
+
+    def freeze_encoder(self) -> None:
+        """Fix the encoder's present weights for this run and run it with its batch norms folded in."""
+        self.encoder.requires_grad_(False)
+        self._folded = (self.folded_encoder(),)
+
+    def folded_encoder(self) -> nn.Module:
+        """A copy of the encoder for inference, on the same device, with its batch norms folded in."""
+        example = torch.zeros(1, 3, *self.input_size(64, 64), device=self.identity_bank.weight.device)
+        return fold_batch_norm(self.encoder, example.to(self.identity_bank.weight.dtype))
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """The size nearest to (height, width) that the network takes."""
@@ -76,9 +88,10 @@ class VOSNetwork(nn.Module):
         """(..., 3, h, w) in 0..255 -> float32 network input."""
         return normalise(images, self.encoder.mean, self.encoder.std)
 
-    def encode(self, images: Tensor) -> Features:
-        """Normalised images (b, 3, h, w) -> Features."""
-        maps = self.encoder(images)
+    def encode(self, images: Tensor, encoder: nn.Module | None = None) -> Features:
+        """Normalised images (b, 3, h, w) -> Features; `encoder` may be a folded copy of the network's own."""
+        encoder = encoder or next(iter(self._folded), self.encoder)
+        maps = encoder(images)
         projected = self.encoder_projector(maps[3])
         size = (projected.shape[-2], projected.shape[-1])
         tokens = rearrange(projected, "b c h w -> b (h w) c")

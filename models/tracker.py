@@ -71,7 +71,7 @@ class Tracker:
                 raise InputError(f"{name} is {value}: it must be at least {least}, or None for the default")
         if not scales or min(scales) <= 0:
             raise InputError(f"scales are {tuple(scales)}: give at least one, all above 0")
-        self._model = model
+        self._model, self._encoder = model, model.folded_encoder()
         gap = model.test_memory_gap if long_term_gap is None else long_term_gap or None
         self._new_session = lambda: Session(model, gap, max_memory_frames)
         self._max_long_edge = MAX_LONG_EDGE if max_long_edge is None else max_long_edge
@@ -137,7 +137,7 @@ class Tracker:
             device = self._model.identity_bank.weight.device
             return Prediction(np.zeros(size, np.int32), [], torch.ones(1, *size, device=device), normalised=True)
 
-        features = [self._model.encode(self._view(image, *view)) for view in self._views]
+        features = [self._model.encode(self._view(image, *view), self._encoder) for view in self._views]
         if tracked:
             scores = [self._read(i, features[i], size) for i in range(len(self._views))]
             own = [_argmax(score) for score in scores]
