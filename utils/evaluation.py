@@ -78,7 +78,7 @@ def evaluate(
         "precision": fabric.strategy.precision.precision,
     }
     order = longest_first(benchmark)
-    queue = WorkQueue.of(fabric, len(order))
+    queue = WorkQueue.of(fabric, [benchmark.videos[i].name for i in order])
     tracker = Tracker(model, **tracker_options)
     warmup = WARMUP_FRAMES
 
@@ -105,6 +105,8 @@ def evaluate(
     if fabric.global_rank != 0:
         return None
     forget_dead_processes(fabric)
+    for leftover in (output / "Annotations").glob(".*.partial"):  # of processes that were killed
+        shutil.rmtree(leftover, ignore_errors=True)
     records = [read_record(output, video, settings) for video in benchmark.videos]
     speed = speed_summary(records, fabric.world_size, time.perf_counter() - start)
     write_json(output / "speed.json", speed)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from utils.errors import InputError
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkQueue:
-    """Numbers 0 .. count - 1, each given to one process of the run.
+    """Named pieces of work, each given to one process of the run.
 
     A process that dies silently is known by its missing heartbeat; rank 0 does its piece again. (Should it be alive
     after all, a piece is done twice, so pieces must be harmless to repeat.) A process that fails tells rank 0, which
@@ -32,43 +32,41 @@ class WorkQueue:
     A process that has lost rank 0 fails at its next `check`.
 
     Args:
-        count: number of pieces.
+        names: of the pieces, in the order in which they are given out.
         rank, world_size, store: of the process group; without a store this process does everything.
         stale_after: seconds without a heartbeat after which a process counts as dead.
     """
 
-    def __init__(
-        self, count: int, rank: int = 0, world_size: int = 1, store: "Store | None" = None, stale_after: float = 15.0
-    ):
-        self.count, self.rank, self.world_size, self.stale_after = count, rank, world_size, stale_after
+    def __init__(self, names: Sequence[str], rank: int = 0, store: "Store | None" = None, stale_after: float = 15.0):
+        self.names, self.rank, self.stale_after = names, rank, stale_after
         self._store = store
         self._problem: Exception | None = None
         self._finished = threading.Event()
 
     @classmethod
-    def of(cls, fabric: "Fabric", count: int) -> "WorkQueue":
+    def of(cls, fabric: "Fabric", names: Sequence[str]) -> "WorkQueue":
         """The queue of a launched Fabric; every process makes one, once in a run."""
         if fabric.world_size == 1:
-            return cls(count)
+            return cls(names)
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
         _outlive_processes(fabric)
-        return cls(count, fabric.global_rank, fabric.world_size, PrefixStore("work", _get_default_store()))
+        return cls(names, fabric.global_rank, PrefixStore("work", _get_default_store()))
 
     def run(self, work: Callable[[int], None]) -> None:
-        """Calls `work` with the numbers this process draws; on rank 0 returns when all numbers are done.
+        """Calls `work` with the places in `names` that this process draws; on rank 0 returns when all are done.
 
         Raises what `work` raises, on rank 0 also what it raised elsewhere (InputError, or RuntimeError).
         """
         if self._store is None:
-            for number in range(self.count):
+            for number in range(len(self.names)):
                 work(number)
             return
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         try:
-            while (number := self._store.add("next", 1) - 1) < self.count:
+            while (number := self._store.add("next", 1) - 1) < len(self.names):
                 self._store.set(f"owner/{number}", str(self.rank))
                 self._do(work, number)
             if self.rank == 0:
@@ -96,7 +94,7 @@ class WorkQueue:
         self._store.set(f"done/{number}", "1")
 
     def _wait_for_others(self, work: Callable[[int], None]) -> None:
-        waiting = list(range(self.count))
+        waiting = list(range(len(self.names)))
         seen: dict[str, tuple[int, float]] = {}
         while waiting := [n for n in waiting if not self._store.check([f"done/{n}"])]:
             self.check()
@@ -108,7 +106,7 @@ class WorkQueue:
                 if seen.get(beat, (None, 0.0))[0] != count:
                     seen[beat] = (count, time.monotonic())
                 elif time.monotonic() - seen[beat][1] > self.stale_after:
-                    log.warning("a process has died (%s); rank 0 repeats its work on number %d", beat, number)
+                    log.warning("the process of %s has died; rank 0 begins it again", self.names[number])
                     self._do(work, number)
             time.sleep(0.1)
 
