@@ -44,12 +44,14 @@ def fold_batch_norm(module: nn.Module, example: Tensor) -> nn.Module:
         hook.remove()
     replacement: dict[nn.Module, nn.Module] = {}
     for conv, norm in pairs:
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        bias = norm.bias - norm.running_mean * scale
-        conv.weight.mul_(scale.reshape(-1, 1, 1, 1))
+        # In float64 and rounded once: labels at a tie hang on the last bits.
+        scale = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
+        bias = norm.bias.double() - norm.running_mean.double() * scale
         if conv.bias is not None:
-            bias = bias + conv.bias * scale
-        conv.bias = nn.Parameter(bias, requires_grad=False)
+            bias = bias + conv.bias.double() * scale
+        dtype = conv.weight.dtype
+        conv.weight.copy_(conv.weight.double() * scale.reshape(-1, 1, 1, 1))
+        conv.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
         replacement[norm] = norm.act if isinstance(norm, FrozenBatchNormAct2d) else nn.Identity()
     for parent in list(module.modules()):
         for name, child in parent.named_children():
