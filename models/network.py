@@ -35,6 +35,7 @@ class VOSNetwork(nn.Module):
         identity_norm: layer norm on identity embeddings (DeAOT).
         train_memory_gap, test_memory_gap: every how many frames one enters the long-term memory beside the reference
             frames; None keeps reference frames only.
+        max_long_edge: frames are shrunk to it when tracking, unless the tracker is told otherwise.
         width: channels of the transformer's tokens.
     """
 
@@ -48,6 +49,7 @@ class VOSNetwork(nn.Module):
         identity_norm: bool,
         train_memory_gap: int | None,
         test_memory_gap: int | None,
+        max_long_edge: int,
         width: int = 256,
     ):
         super().__init__()
@@ -62,6 +64,7 @@ class VOSNetwork(nn.Module):
         self.identity_norm = nn.LayerNorm(width) if identity_norm else nn.Identity()
         self.align_corners = align_corners
         self.train_memory_gap, self.test_memory_gap = train_memory_gap, test_memory_gap
+        self.max_long_edge = max_long_edge
         self._folded: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the module's state
         encoder.freeze_first_stage()
 
@@ -73,7 +76,8 @@ class VOSNetwork(nn.Module):
     def folded_encoder(self) -> nn.Module:
         """A copy of the encoder for inference, on the same device, with its batch norms folded in."""
         example = torch.zeros(1, 3, *self.input_size(64, 64), device=self.identity_bank.weight.device)
-        return fold_batch_norm(self.encoder, example.to(self.identity_bank.weight.dtype))
+        folded = fold_batch_norm(self.encoder, example.to(self.identity_bank.weight.dtype))
+        return folded.to(memory_format=torch.channels_last)
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """The size nearest to (height, width) that the network takes."""
@@ -91,7 +95,7 @@ class VOSNetwork(nn.Module):
     def encode(self, images: Tensor, encoder: nn.Module | None = None) -> Features:
         """Normalised images (b, 3, h, w) -> Features; `encoder` may be a folded copy of the network's own."""
         encoder = encoder or next(iter(self._folded), self.encoder)
-        maps = encoder(images)
+        maps = encoder(images.contiguous(memory_format=torch.channels_last))
         projected = self.encoder_projector(maps[3])
         size = (projected.shape[-2], projected.shape[-1])
         tokens = rearrange(projected, "b c h w -> b (h w) c")

@@ -17,6 +17,7 @@ class ModelSettings:
     align_corners: bool = True
     memory_gap_train: int | None = None
     memory_gap_test: int | None = None
+    max_long_edge: int = 1040  # frames are shrunk to it for the network; 1.3 x 800 in the published evaluation
 
 
 def _family(family: str) -> dict[str, ModelSettings]:
@@ -75,6 +76,8 @@ def build_model(name: str, **overrides: object) -> nn.Module:
     Raises:
         InputError: unknown name, setting or encoder.
     """
+    import torch
+
     from models.aot import AOTTransformer
     from models.deaot import DeAOTTransformer
     from models.decoder import Decoder
@@ -92,6 +95,10 @@ def build_model(name: str, **overrides: object) -> nn.Module:
         identity_norm=settings.family == "deaot",
         train_memory_gap=settings.memory_gap_train,
         test_memory_gap=settings.memory_gap_test,
+        max_long_edge=settings.max_long_edge,
     )
     model.name, model.settings = name.lower(), settings
+    # Tokens lie channels last in memory, so that the convolutions that meet them need no reordering.
+    for part in (model.encoder, model.encoder_projector, model.transformer, model.decoder):
+        part.to(memory_format=torch.channels_last)
     return model.eval()

@@ -14,7 +14,6 @@ from models.session import Session
 from utils.errors import InputError
 
 MAX_ID = 65535
-MAX_LONG_EDGE = 1040  # of the published evaluation: 1.3 x 800
 
 
 @dataclass
@@ -45,7 +44,8 @@ class Tracker:
         long_term_gap: every n-th frame enters the long-term memory; None: the model's published setting; 0: reference
             frames only.
         max_memory_frames: most frames in the long-term memory of ten objects, None: no limit.
-        max_long_edge: frames are shrunk to this long edge for the network, None: 1040 as published.
+        max_long_edge: frames are shrunk to this long edge for the network, None: the model's own
+            setting (1040 for the published ones).
         max_short_edge: likewise for the short edge, None: no limit.
         flip: also track the mirrored video and average (test-time augmentation).
         scales: also track at these scales and average.
@@ -74,7 +74,7 @@ class Tracker:
         self._model, self._encoder = model, model.folded_encoder()
         gap = model.test_memory_gap if long_term_gap is None else long_term_gap or None
         self._new_session = lambda: Session(model, gap, max_memory_frames)
-        self._max_long_edge = MAX_LONG_EDGE if max_long_edge is None else max_long_edge
+        self._max_long_edge = model.max_long_edge if max_long_edge is None else max_long_edge
         self._max_short_edge = max_short_edge
         self._views = [(scale, mirrored) for scale in scales for mirrored in ((False, True) if flip else (False,))]
         self.reset()
@@ -215,7 +215,7 @@ def network_size(
     width: int,
     scale: float = 1.0,
     max_short_edge: float | None = None,
-    max_long_edge: float | None = MAX_LONG_EDGE,
+    max_long_edge: float | None = None,
 ) -> tuple[int, int]:
     """Size of the network's input for a frame: limits first (they only shrink), then scale, then the model's grid."""
     h, w = float(height), float(width)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from utils.errors import InputError
+from utils.heap import keep_freed_blocks
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -93,6 +94,8 @@ def make_fabric(
     except Exception as error:  # the constructor starts nothing: what fails is a combination of options
         raise InputError(" ".join(f"--{name} {value}" for name, value in options.items()) + f": {error}") from error
     rank_zero_only.rank = fabric.global_rank
+    if fabric.device.type == "cpu":
+        keep_freed_blocks()
     if fabric.global_rank == 0 and asked not in ("auto", options["precision"]):
         warnings.warn(f"--precision {asked} is for CUDA; {options['accelerator']} computes in 32-true", stacklevel=2)
     return fabric
