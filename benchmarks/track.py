@@ -1,6 +1,6 @@
 """Time a frame, arithmetic, share of the machine's matrix peak and memory, by model, size, objects and memory frames.
 
-    python -m benchmarks.track --models '[aott, r50_deaotl]' --objects '[1, 10]' --naive true
+python -m benchmarks.track --models '[aott, r50_deaotl]' --objects '[1, 10]' --naive true
 """
 
 import json

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 WINDOW = 15  # width of the short-term window, 7 tokens each way (AOT paper, section 4.2)
 _BLOCK_BYTES = 4 << 20  # scores of one block of queries: small enough to stay in cache between product and softmax
@@ -59,12 +60,15 @@ def attend_window(
     """
     if position_values is not None:
         position_values = position_values.to(q.dtype)
-    return _WindowAttention.apply(q, k, v.to(q.dtype), position_logits.to(q.dtype), position_values, size)
+    inputs = (q, k, v.to(q.dtype), position_logits.to(q.dtype), position_values)
+    # Asked here: inside the function, parameters ask for a gradient in inference too.
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return _WindowAttention.apply(*inputs, size, needs_grad)
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, position_logits, position_values, size):
+    def forward(ctx, q, k, v, position_logits, position_values, size, needs_grad):
         height, width = size
         b, heads = q.shape[:2]
         scale = q.shape[-1] ** -0.5
@@ -77,7 +81,6 @@ class _WindowAttention(torch.autograd.Function):
         dense, diagonals = _band(queries)
         scores, score_diagonals = _band(queries)
         out = q.new_empty(b * heads, height, width, v.shape[-1])
-        needs_grad = any(ctx.needs_input_grad)
         weights = torch.empty_like(bias) if needs_grad else None
         for y in range(height):
             torch.bmm(queries[:, y], _rows(keys, y).transpose(-2, -1), out=scores)
@@ -95,9 +98,10 @@ class _WindowAttention(torch.autograd.Function):
         return rearrange(out, "(b h) y x e -> b h (y x) e", b=b)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         queries, keys, values, weights, position_values = ctx.saved_tensors
-        (height, width), b = ctx.size, ctx.batch
+        (height, _), b = ctx.size, ctx.batch
         scale = queries.shape[-1] ** -0.5
         grad = rearrange(grad, "b h (y x) e -> (b h) y x e", y=height).contiguous()
         dense, diagonals = _band(queries)
@@ -128,7 +132,8 @@ class _WindowAttention(torch.autograd.Function):
         def tokens(x: Tensor) -> Tensor:
             return rearrange(x, "(b h) y x d -> b h (y x) d", b=b)
 
-        return tokens(d_queries), tokens(_crop(d_keys)), tokens(_crop(d_values)), tokens(d_bias), d_position_values, None
+        d_keys, d_values = tokens(_crop(d_keys)), tokens(_crop(d_values))
+        return tokens(d_queries), d_keys, d_values, tokens(d_bias), d_position_values, None, None
 
 
 def _pad(x: Tensor, size: tuple[int, int]) -> Tensor:

@@ -151,9 +151,7 @@ class VOSNetwork(nn.Module):
 
         def at(i: int) -> Features:
             batch = slice(i * b, (i + 1) * b)
-            return Features(
-                every.tokens[batch], every.position, [level[batch] for level in every.adapted], every.size
-            )
+            return Features(every.tokens[batch], every.position, [level[batch] for level in every.adapted], every.size)
 
         def embed(label: Tensor) -> Tensor:
             planes = one_hot(label, SLOTS + 1).gather(1, _expand(order.argsort(1), label)).to(every.tokens.dtype)

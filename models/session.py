@@ -127,5 +127,3 @@ class Session:
 
     def _embed(self, planes: Tensor, group: Group) -> Tensor:
         return self.network.embed_identities(planes, [0, *group.live])
-
-
