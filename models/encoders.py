@@ -1,7 +1,9 @@
 """Image encoders: backbones of timm and torchvision cut to the four maps that AOT reads.
 
 Every encoder maps images (b, 3, h, w) to four maps at 1/4, 1/8, 1/16 and again 1/16 of the size; `channels` are their
-widths. Batch norm is frozen: statistics and affine are buffers (AOT recipe, MODEL_FREEZE_BN).
+widths. `align_corners` says which sizes give maps that fit: images of 16k + 1 pixels a side (True) or 16k (False);
+backbones that cut the image into patches take 16k alone. Batch norm is frozen: statistics and affine are buffers (AOT
+recipe, MODEL_FREEZE_BN).
 """
 
 from collections.abc import Sequence
@@ -54,54 +56,81 @@ class TimmPyramid(nn.Module):
         if not timm.is_model(name):
             near = ", ".join(timm.list_models(f"*{name[:8]}*")[:5]) or "none"
             raise InputError(f"encoder timm/{name}: timm has no model of that name; similar ones: {near}")
-        reductions, dilated = _reductions(name), False
+        stages, options = _stages(name), {}
         if dilate_last_stage:
             try:
-                reductions, dilated = _reductions(name, output_stride=16), True
-            except Exception:  # each family of timm refuses output_stride in its own way
-                dilated = False
-        if not {4, 8, 16} <= set(reductions):
-            raise InputError(
-                f"encoder timm/{name} gives maps at 1/{', 1/'.join(map(str, reductions))}: it needs 1/4, 1/8 and 1/16"
-            )
-        indices = [len(reductions) - 1 - reductions[::-1].index(4), len(reductions) - 1 - reductions[::-1].index(8)]
-        indices.append(reductions.index(16))
-        last = len(reductions) - 1 - reductions[::-1].index(16)
-        if last != indices[-1]:
-            indices.append(last)
-        options = {"output_stride": 16} if dilated else {}
+                stages, options = _stages(name, output_stride=16), {"output_stride": 16}
+            except InputError:
+                pass
+        last = {reduction: index for index, reduction in stages}
+        if not {4, 8, 16} <= set(last):
+            given = ", ".join(f"1/{reduction}" for _, reduction in stages)
+            raise InputError(f"encoder timm/{name} gives maps at {given}: it needs 1/4, 1/8 and 1/16")
+        first = next(index for index, reduction in stages if reduction == 16)
+        indices = [last[4], last[8], first] + ([last[16]] if last[16] != first else [])
         self.backbone = timm.create_model(name, features_only=True, out_indices=indices, **options)
         self.backbone = timm.layers.freeze_batch_norm_2d(self.backbone)
         config = self.backbone.default_cfg if hasattr(self.backbone, "default_cfg") else {}
         self.mean, self.std = tuple(config.get("mean", IMAGENET_MEAN)), tuple(config.get("std", IMAGENET_STD))
         widths = self.backbone.feature_info.channels()
         self.channels = (*widths, widths[-1]) if len(widths) == 3 else tuple(widths)
-        self._first_stage = self.backbone.feature_info.module_name()[0]
+        self.align_corners = tuple(aligned for aligned in (True, False) if self._fits(aligned))
+        if not self.align_corners:
+            raise InputError(
+                f"encoder timm/{name} does not take images of any size, or gives maps that are not 1/4, 1/8 and 1/16 "
+                "of them: choose a convolutional backbone or swin_base"
+            )
 
     def forward(self, x: Tensor) -> list[Tensor]:
         maps = self.backbone(x)
         return maps if len(maps) == 4 else [*maps, maps[-1]]
 
+    @torch.no_grad()
+    def _fits(self, aligned: bool) -> bool:
+        """Whether images of 16k + 1 (aligned) or 16k pixels a side give maps of 4k + 1, 2k + 1, k + 1 or 4k, 2k, k."""
+        training = self.training
+        try:
+            maps = self.eval()(_probe(aligned))
+        except Exception:  # each family of timm refuses sizes in its own way
+            return False
+        finally:
+            self.train(training)
+        expected = [(2 * k + aligned, 3 * k + aligned) for k in (4, 2, 1, 1)]
+        return [tuple(level.shape[-2:]) for level in maps] == expected
+
     def freeze_first_stage(self) -> None:
-        """Freeze everything up to the 1/4 map."""
-        named = list(self.backbone.named_parameters())
-        prefixes = tuple({self._first_stage, self._first_stage.replace(".", "_")})
-        last = max(i for i, (name, _) in enumerate(named) if name.startswith(prefixes))
-        for _, parameter in named[: last + 1]:
-            parameter.requires_grad_(False)
+        """Freeze everything that the 1/4 map depends on, and what no map depends on: it would get no gradient."""
+        parameters = [p for p in self.backbone.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            maps = self(_probe(self.align_corners[0]))
+            early = torch.autograd.grad(maps[0].sum(), parameters, retain_graph=True, allow_unused=True)
+            ever = torch.autograd.grad(sum(level.sum() for level in maps), parameters, allow_unused=True)
+        for parameter, feeds_first, feeds_any in zip(parameters, early, ever, strict=True):
+            if feeds_first is not None or feeds_any is None:
+                parameter.requires_grad_(False)
 
 
-def _reductions(name: str, **options: int) -> list[int]:
+def _stages(name: str, **options: int) -> list[tuple[int, int]]:
+    """Index and reduction of the maps that timm gives of a backbone."""
     import timm
 
-    with torch.device("meta"):
-        return timm.create_model(name, features_only=True, **options).feature_info.reduction()
+    try:
+        with torch.device("meta"):
+            info = timm.create_model(name, features_only=True, **options).feature_info
+    except Exception as error:  # each family of timm refuses in its own way
+        raise InputError(f"encoder timm/{name}: timm gives no maps of it ({error})") from None
+    return list(zip(info.out_indices, info.reduction(), strict=True))
+
+
+def _probe(aligned: bool) -> Tensor:
+    return torch.zeros(1, 3, 2 * 16 + aligned, 3 * 16 + aligned)
 
 
 class MobileNetV2(nn.Module):
     """timm's mobilenetv2_100 with its head convolution, the 1/32 stage dilated to stay at 1/16."""
 
     channels = (24, 32, 96, 1280)
+    align_corners = (True, False)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
 
     def __init__(self):
@@ -125,6 +154,7 @@ class SwinBase(nn.Module):
     """The first three stages of torchvision's Swin-B with a layer norm on each output."""
 
     channels = (128, 256, 512, 512)
+    align_corners = (False,)
     mean, std = IMAGENET_MEAN, IMAGENET_STD
 
     def __init__(self):

@@ -101,16 +101,32 @@ class VOSNetwork(nn.Module):
         tokens = rearrange(projected, "b c h w -> b (h w) c")
         return Features(tokens, self.transformer.position(size, tokens), self.decoder.adapt(maps), size)
 
-    def embed_identities(self, planes: Tensor, slots: list[int] | None = None) -> Tensor:
-        """One-hot planes (b, k, h, w) of the identities -> identity embedding (b, n, c).
+    def embed_identities(self, planes: Tensor) -> Tensor:
+        """One-hot planes (b, 11, h, w) of the identities -> identity embedding (b, n, c)."""
+        return self.identity_norm(rearrange(self.identity_bank(planes), "b c h w -> b (h w) c"))
 
-        `slots` names the k identities (0 the background) where planes of empty slots were left out.
+    def embed_label(self, label: Tensor, slots: list[int]) -> Tensor:
+        """`embed_identities` of one label map with the work of a fraction: most patches show one identity alone.
+
+        Args:
+            label: (h, w) integers, positions in `slots`.
+            slots: identities, 0 the background.
+
+        Returns:
+            (1, n, c).
         """
-        weight = self.identity_bank.weight if slots is None else self.identity_bank.weight[:, slots]
-        embedding = F.conv2d(
-            planes, weight, self.identity_bank.bias, self.identity_bank.stride, self.identity_bank.padding
-        )
-        return self.identity_norm(rearrange(embedding, "b c h w -> b (h w) c"))
+        weight, bank = self.identity_bank.weight[:, slots], self.identity_bank
+        (kernel, _), (stride, _), (margin, _) = bank.kernel_size, bank.stride, bank.padding
+        outside = len(slots)  # no identity: the zeros around the map
+        patches = F.pad(label, (margin,) * 4, value=outside).unfold(0, kernel, stride).unfold(1, kernel, stride)
+        patches = patches.reshape(-1, kernel * kernel)
+        first = patches[:, 0]
+        mixed = (patches != first[:, None]).any(1) | (first == outside)
+        whole = torch.cat((weight.sum((2, 3)).T, weight.new_zeros(1, len(weight))))
+        embedding = whole[first.long()]
+        planes = rearrange(patches[mixed], "n p -> n 1 p") == torch.arange(outside, device=label.device)[:, None]
+        embedding[mixed] = planes.flatten(1).to(weight.dtype) @ weight.flatten(1).T
+        return self.identity_norm(embedding + bank.bias)[None]
 
     def decode(self, tokens: Tensor, features: Features) -> Tensor:
         """Output of the transformer (b, n, c) -> identity logits (b, 11, h/4, w/4)."""

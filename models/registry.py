@@ -9,7 +9,11 @@ from utils.errors import InputError
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What makes a model. `memory_gap_*`: every n-th frame enters the long-term memory, None: reference frames only."""
+    """What makes a model.
+
+    `align_corners`: of every resize, with inputs of 16k + 1 pixels a side, else 16k; an encoder that takes only the
+    other gets the other. `memory_gap_*`: every n-th frame enters the long-term memory, None: reference frames only.
+    """
 
     family: str  # aot or deaot
     encoder: str  # a name of models/encoders.py, or timm/<name>
@@ -86,6 +90,12 @@ def build_model(name: str, **overrides: object) -> nn.Module:
 
     settings = model_settings(name, **overrides)
     encoder = build_encoder(settings.encoder)
+    if settings.align_corners not in encoder.align_corners:
+        if "align_corners" in overrides:
+            raise InputError(
+                f"align_corners={settings.align_corners} does not fit encoder {settings.encoder}: leave it out"
+            )
+        settings = replace(settings, align_corners=not settings.align_corners)
     transformer = {"aot": AOTTransformer, "deaot": DeAOTTransformer}[settings.family](settings.layers)
     model = VOSNetwork(
         encoder,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.aot import Entry
@@ -58,12 +59,12 @@ class Session:
         for number, group in self.groups.items():
             if not group.pending:
                 continue
-            planes = self._planes(label, number, group)
-            group.short_term = self.network.transformer.complete(group.pending, self._embed(planes, group))
+            local = self._local(label, number, group)
+            group.short_term = self.network.transformer.complete(group.pending, self._embed(local, group))
             if group.long_term.max_frames is not None and group.long_term.frames > 1:
                 # A quarter of the tokens is a fair sample of where the attention goes.
                 query = group.pending[0][0][:, :, ::4]
-                objects = torch.nn.functional.adaptive_avg_pool2d(1 - planes[:, :1], features.size).flatten()[::4]
+                objects = F.adaptive_avg_pool2d((local > 0)[None].float(), features.size).flatten()[::4]
                 group.long_term.note_use(query, objects)
             if self.gap is not None and group.clock - group.memorised_at >= self.gap:
                 group.long_term.add(group.short_term, reference=False)
@@ -81,7 +82,7 @@ class Session:
                 self.groups[number] = Group(LongTermMemory(self.max_memory_frames))
             group = self.groups[number]
             group.live = [slot % SLOTS + 1 for slot in slots if slot // SLOTS == number]
-            identity = self._embed(self._planes(label, number, group), group)
+            identity = self._embed(self._local(label, number, group), group)
             _, pending = self.network.transformer(features.tokens, features.position, features.size, identity)
             group.short_term = self.network.transformer.complete(pending, identity)
             group.long_term.add(group.short_term, reference=True)
@@ -118,12 +119,13 @@ class Session:
         merged = torch.cat([background[:, None], *(p[:, 1:] for p in probabilities)], dim=1)
         return torch.logit(merged.clamp_(1e-5, 1 - 1e-5))
 
-    def _planes(self, label: Tensor, number: int, group: Group) -> Tensor:
-        """(1, 1 + live, h, w) float planes: background, then the live slots of the group."""
-        values = torch.tensor([number * SLOTS + slot for slot in group.live], device=label.device)
-        objects = label[:, None] == values[None, :, None, None]
-        planes = torch.cat((~objects.any(1, keepdim=True), objects), dim=1)
-        return planes.to(self.network.identity_bank.weight.dtype)
+    def _local(self, label: Tensor, number: int, group: Group) -> Tensor:
+        """Label map (1, h, w) of all slots -> (h, w) uint8 positions in the group: 0 background, then its live slots."""
+        table = torch.zeros(int(label.max()) + 1, dtype=torch.uint8, device=label.device)
+        for position, slot in enumerate(group.live, start=1):
+            if number * SLOTS + slot < len(table):
+                table[number * SLOTS + slot] = position
+        return table[label[0].long()]
 
-    def _embed(self, planes: Tensor, group: Group) -> Tensor:
-        return self.network.embed_identities(planes, [0, *group.live])
+    def _embed(self, local: Tensor, group: Group) -> Tensor:
+        return self.network.embed_label(local, [0, *group.live])
