@@ -37,10 +37,10 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, adapted: list[Tensor]) -> Tensor:
         """x (b, inputs, h, w) at 1/16 and the adapted maps at 1/4, 1/8, 1/16 -> logits (b, identities, 4h, 4w)."""
-        x = F.relu(self.conv_in(x))
-        x = F.relu(self.conv_16x(adapted[2] + x))
-        x = F.relu(self.conv_8x(adapted[1] + self._resize(x, adapted[1])))
-        x = F.relu(self.conv_4x(adapted[0] + self._resize(x, adapted[0])))
+        x = F.relu_(self.conv_in(x))
+        x = F.relu_(self.conv_16x(adapted[2] + x))
+        x = F.relu_(self.conv_8x(adapted[1] + self._resize(x, adapted[1])))
+        x = F.relu_(self.conv_4x(adapted[0] + self._resize(x, adapted[0])))
         return self.conv_out(x)
 
     def _resize(self, x: Tensor, like: Tensor) -> Tensor:

