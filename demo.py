@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent / "assets"
 AHEAD = 4  # frames decoded, and results waiting to be written, at any time
 UNFINISHED = "unfinished.txt"
+MEMORY_FRAMES = 9  # the reference and eight more (RMem, CVPR 2024)
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def main(
     output_dir: Path = Path("out"),
     max_long_edge: int | None = None,
     long_term_gap: int | None = None,
-    max_memory_frames: int | None = None,
+    max_memory_frames: int | None = MEMORY_FRAMES,
     fps: float = 24,
     snap_colors: bool = False,
     accelerator: str = "auto",
@@ -58,7 +59,7 @@ def main(
         output_dir: Folder for the results.
         max_long_edge: Frames are shrunk to this long edge for the model; results keep the input's size.
         long_term_gap: Every n-th frame enters the long-term memory.
-        max_memory_frames: Largest number of frames in the long-term memory.
+        max_memory_frames: Largest number of frames in the long-term memory of ten objects; null for no limit.
         fps: Frames per second of a frame folder; videos have their own timing.
         snap_colors: Turn a mask with soft edges or JPEG noise into its main colours instead of refusing it.
         accelerator: auto, cpu, cuda (gpu) or mps.
