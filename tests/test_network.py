@@ -1,0 +1,61 @@
+"""The network's training pass and its identities, apart from the reference's numbers."""
+
+import pytest
+import torch
+
+from models import build_model
+from models.network import NO_OBJECT, SLOTS
+from utils.heap import keep_freed_blocks
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@torch.inference_mode()
+def test_label_embedding_is_that_of_its_planes(align_corners):
+    model = build_model("deaott", align_corners=align_corners)
+    label = torch.zeros(model.input_size(100, 130), dtype=torch.uint8)
+    label[10:60, 20:90], label[40:, 100:], label[0, 0] = 1, 2, 3
+    slots = [0, 2, 7, 10]
+    planes = torch.zeros(1, SLOTS + 1, *label.shape)
+    for position, slot in enumerate(slots):
+        planes[0, slot] = label == position
+    torch.testing.assert_close(model.embed_label(label, slots), model.embed_identities(planes), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["aott", "deaott"])
+def test_identity_shuffle_is_a_renaming(name):
+    """Clips with permuted slots give the logits of clips whose objects carry the permuted ids, in the old order."""
+    model = build_model(name)
+    torch.manual_seed(0)
+    frames = torch.randint(0, 256, (2, 3, 3, 65, 65), dtype=torch.uint8)
+    labels = torch.randint(0, 4, (2, 3, 5, 5)).repeat_interleave(13, 2).repeat_interleave(13, 3)
+    order = torch.stack([torch.randperm(SLOTS), torch.randperm(SLOTS)])
+    everything = torch.tensor([SLOTS, SLOTS])  # no slot is masked, so that all of them can be compared
+    renamed = labels.clone()
+    for b in range(2):
+        for identity in range(1, SLOTS + 1):
+            renamed[b][labels[b] == identity] = order[b, identity - 1] + 1
+    with torch.no_grad():
+        shuffled = model(frames, labels, everything, permutation=order)
+        expected = model(frames, renamed, everything)
+    back = torch.nn.functional.pad(order + 1, (1, 0))
+    expected = torch.stack([expected[b][:, back[b]] for b in range(2)])
+    torch.testing.assert_close(shuffled, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_slots_without_object_and_ignored_pixels():
+    model = build_model("aott")
+    frames = torch.randint(0, 256, (1, 2, 3, 65, 65), dtype=torch.uint8)
+    labels = torch.zeros(1, 2, 65, 65, dtype=torch.int64)
+    labels[:, :, :30, :30] = 1
+    ignored = labels.clone()
+    ignored[:, :, 40:, 40:] = 255
+    with torch.no_grad():
+        logits = model(frames, labels, torch.tensor([1]))
+        other = model(frames, ignored, torch.tensor([1]))
+    assert (logits[:, :, 2:] == NO_OBJECT).all() and (logits[:, :, :2] > NO_OBJECT).all()
+    assert not torch.equal(logits, other)  # an ignored pixel has no identity, not the background's
+
+
+def test_keeping_freed_blocks_is_harmless():
+    assert keep_freed_blocks() in (True, False)
+    assert (torch.ones(1 << 22) + 1).sum() == 2 << 22
