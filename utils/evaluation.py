@@ -66,6 +66,7 @@ def evaluate(
     if (output / "Annotations").resolve() in (truth := benchmark.truth.resolve(), *truth.parents):
         raise InputError(f"--output_dir {output}: results would replace the true masks; another folder is needed")
     start = time.perf_counter()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or _cores())
     model = model.to(fabric.device).eval()
     settings = {
@@ -101,7 +102,10 @@ def evaluate(
             record |= {"preset": preset, "rows": rows}
         write_json(record_path(output, video), record)
 
-    queue.run(work)
+    try:
+        queue.run(work)
+    finally:
+        torch.set_num_threads(threads_before)
     if fabric.global_rank != 0:
         return None
     forget_dead_processes(fabric)

@@ -37,6 +37,8 @@ class WorkQueue:
         stale_after: seconds without a heartbeat after which a process counts as dead.
     """
 
+    _made = 0  # queues of this process: every process makes the same ones, in the same order
+
     def __init__(self, names: Sequence[str], rank: int = 0, store: "Store | None" = None, stale_after: float = 15.0):
         self.names, self.rank, self.stale_after = names, rank, stale_after
         self._store = store
@@ -45,14 +47,15 @@ class WorkQueue:
 
     @classmethod
     def of(cls, fabric: "Fabric", names: Sequence[str]) -> "WorkQueue":
-        """The queue of a launched Fabric; every process makes one, once in a run."""
+        """A queue of a launched Fabric; made by every process of the run."""
         if fabric.world_size == 1:
             return cls(names)
         from torch.distributed import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
         _outlive_processes(fabric)
-        return cls(names, fabric.global_rank, PrefixStore("work", _get_default_store()))
+        cls._made += 1
+        return cls(names, fabric.global_rank, PrefixStore(f"work/{cls._made}", _get_default_store()))
 
     def run(self, work: Callable[[int], None]) -> None:
         """Calls `work` with the places in `names` that this process draws; on rank 0 returns when all are done.
