@@ -60,7 +60,7 @@ def main(
         scales: Average over these scales, as in 1.0,1.3.
         long_term_gap: Every n-th frame enters the long-term memory; by default the model's own setting.
         max_memory_frames: Most frames in the long-term memory; by default no limit.
-        max_long_edge: Frames are shrunk to this long edge; by default 1040.
+        max_long_edge: Frames are shrunk to this long edge; by default the setting of the model, 1040 for published ones.
         max_short_edge: Frames are shrunk to this short edge; by default 624 when scales are given, else no limit.
         threads: CPU threads of each process; by default all cores. The last bits of the network's output depend on it.
         accelerator: auto, cpu, cuda (gpu) or mps.
