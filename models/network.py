@@ -79,6 +79,22 @@ class VOSNetwork(nn.Module):
         folded = fold_batch_norm(self.encoder, example.to(self.identity_bank.weight.dtype))
         return folded.to(memory_format=torch.channels_last)
 
+    @torch.no_grad()
+    def spread_identities(self, norm: float = 40.0) -> None:
+        """Give every slot of the identity bank a code of its own, orthogonal to the others' on top of what they share.
+
+        The published initialisation leaves the slots almost equal; a short training then learns to tell objects from
+        the background long before it learns to tell them from each other.
+
+        Args:
+            norm: of the code that a patch of one identity adds.
+        """
+        weight = self.identity_bank.weight
+        codes = torch.nn.init.orthogonal_(torch.empty(SLOTS, weight.shape[0]), gain=norm).T.to(weight)
+        shared = weight[:, 1:].mean(1, keepdim=True)
+        area = weight.shape[2] * weight.shape[3]
+        weight[:, 1:] = shared + rearrange(codes, "c k -> c k 1 1") / area
+
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """The size nearest to (height, width) that the network takes."""
         offset = 1 if self.align_corners else 0
@@ -158,7 +174,7 @@ class VOSNetwork(nn.Module):
         """
         b, t = labels.shape[:2]
         if not frames.is_floating_point():
-            frames = self.normalise(frames)
+            frames = self.normalise(frames).to(self.identity_bank.weight.dtype)
         images = rearrange(frames, "b t c h w -> (t b) c h w")
         every = self.encode(images)
         order = identity_order(permutation, b, labels.device)
