@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,7 +200,9 @@ def given_or_bundled(path: Path | None, name: str, options: str) -> Path:
     return ASSETS / name
 
 
-def find_masks(path: Path, source: "FrameSource", snap_colors: bool) -> dict[str, Path]:
+def find_masks(
+    path: Path, source: "FrameSource", snap_colors: bool, say: Callable[[str], object] = print
+) -> dict[str, Path]:
     """Mask files by frame name; the first is read once, to say what it holds before the model is loaded."""
     import numpy as np
 
@@ -214,7 +216,7 @@ def find_masks(path: Path, source: "FrameSource", snap_colors: bool) -> dict[str
     ids, areas = np.unique(first.labels[first.labels > 0], return_counts=True)
     if len(ids) == 0 and not path.is_dir():
         raise InputError(f"{path}: every pixel is background; mark at least one object")
-    print(f"{path}: " + (", ".join(f"object {i} ({n} px)" for i, n in zip(ids, areas, strict=True)) or "no object yet"))
+    say(f"{path}: " + (", ".join(f"object {i} ({n} px)" for i, n in zip(ids, areas, strict=True)) or "no object yet"))
     return masks
 
 

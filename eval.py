@@ -8,10 +8,13 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from utils.cli import run
 from utils.errors import InputError
+
+if TYPE_CHECKING:
+    from data.benchmarks import Benchmark
 
 
 def main(
@@ -60,7 +63,7 @@ def main(
         scales: Average over these scales, as in 1.0,1.3.
         long_term_gap: Every n-th frame enters the long-term memory; by default the model's own setting.
         max_memory_frames: Most frames in the long-term memory; by default no limit.
-        max_long_edge: Frames are shrunk to this long edge; by default the setting of the model, 1040 for published ones.
+        max_long_edge: Frames are shrunk to this long edge; by default the model's setting, 1040 as published.
         max_short_edge: Frames are shrunk to this short edge; by default 624 when scales are given, else no limit.
         threads: CPU threads of each process; by default all cores. The last bits of the network's output depend on it.
         accelerator: auto, cpu, cuda (gpu) or mps.
@@ -70,23 +73,25 @@ def main(
         precision: auto (32-true), 32-true, 16-mixed or bf16-mixed.
         debug: Show the traceback of an error.
     """
+    options = dict(locals())
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     # Threads of torch that wait actively take the cores from each other as soon as they are shared (20 times slower was
     # seen); read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from data.benchmarks import open_benchmark
-    from utils.metrics import find_preset
 
-    # 1. Which videos, and by which rules they are scored.
-    benchmark = open_benchmark(dataset, data_root, split, resolution, with_frames=predictions is None)
-    rules = find_preset(preset or benchmark.preset).name
-
-    # 2. Masks made elsewhere: nothing to run, no device.
+    # 1. Masks made elsewhere: nothing to run, no device.
     if predictions is not None:
+        from data.benchmarks import open_benchmark
+        from utils.metrics import find_preset
         from utils.results import score_predictions
 
+        benchmark = open_benchmark(dataset, data_root, split, resolution, with_frames=False)
+        rules = find_preset(preset or benchmark.preset).name
         score_predictions(benchmark, Path(predictions), Path(output_dir), rules, subset)
         return
+
+    # 2. What to run over, and how: what cannot be is said before anything slow starts.
+    asked = plan(options)
 
     # 3. The model, loaded before any process is started, so that an unusable file is reported once.
     from utils.checkpoint import describe_weights, load_model
@@ -97,35 +102,37 @@ def main(
     if checkpoint is None:
         raise InputError("--checkpoint: missing; a weights file is needed (or --predictions, to score masks)")
     network, weights = load_model(checkpoint, model), describe_weights(checkpoint)
-    if benchmark.unlabelled and score is True:
+
+    # 4. Every process takes videos until none is left; the first one sums up.
+    launch(fabric, evaluate, network, weights, *asked)
+
+
+def plan(options: dict[str, Any]) -> tuple["Benchmark", Path, dict[str, Any], str | None, int | None]:
+    """The videos, the folder, the tracker's options, the rules to score by (None: not at all) and the threads.
+
+    Args:
+        options: of `main`, by name. These are what `utils.evaluation.evaluate` takes after the model and its weights.
+
+    Raises:
+        InputError: data that is not there or lacks what was asked for, an unknown data set or preset.
+    """
+    from data.benchmarks import open_benchmark
+    from utils.metrics import find_preset
+
+    o = options
+    benchmark = open_benchmark(o["dataset"], o["data_root"], o["split"], o["resolution"])
+    rules = find_preset(o["preset"] or benchmark.preset).name
+    if benchmark.unlabelled and o["score"] is True:
         raise InputError(
             f"{benchmark.truth / benchmark.unlabelled[0]}: lacks true masks, so --score true cannot be; "
             "leave it at auto and upload submission.zip"
         )
-    scored = not benchmark.unlabelled if score == "auto" else score
-
-    # 4. Every process takes videos until none is left; the first one sums up.
-    tracker_options = {
-        "flip": flip,
-        "scales": parse_scales(scales),
-        "long_term_gap": long_term_gap,
-        "max_memory_frames": max_memory_frames,
-        "max_long_edge": max_long_edge,
-        "max_short_edge": max_short_edge,
-    }
-    if max_short_edge is None and tracker_options["scales"] != (1.0,):
-        tracker_options["max_short_edge"] = 624  # as published: 1.3 x 480
-    launch(
-        fabric,
-        evaluate,
-        network,
-        weights,
-        benchmark,
-        Path(output_dir),
-        tracker_options,
-        rules if scored else None,
-        threads,
-    )
+    scored = not benchmark.unlabelled if o["score"] == "auto" else o["score"]
+    names = ("flip", "scales", "long_term_gap", "max_memory_frames", "max_long_edge", "max_short_edge")
+    tracker = {name: o[name] for name in names} | {"scales": parse_scales(o["scales"])}
+    if tracker["max_short_edge"] is None and tracker["scales"] != (1.0,):
+        tracker["max_short_edge"] = 624  # as published: 1.3 x 480
+    return benchmark, Path(o["output_dir"]), tracker, rules if scored else None, o["threads"]
 
 
 def parse_scales(scales: str | float | list[float]) -> tuple[float, ...]:

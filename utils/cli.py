@@ -2,12 +2,14 @@
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from utils.errors import InputError
 
@@ -38,6 +40,27 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> None:
         _fail(2, str(error), debug)
     except Exception as error:
         _fail(1, f"{type(error).__name__}: {error}", debug)
+
+
+def read_options(main: Callable, config: str | os.PathLike | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a script for a call from Python: checked, converted and completed as on its command line.
+
+    Args:
+        main: the script's function.
+        config: a YAML file, as for `--config`.
+        given: options by name, as Python values; they win over the file.
+
+    Raises:
+        InputError: an unknown option, with the nearest there is; a value of a wrong type; a required one left out.
+    """
+    words = [] if config is None else ["--config", os.fspath(config)]
+    for name, value in given.items():
+        try:
+            text = os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value, default=os.fspath)
+        except TypeError:
+            raise InputError(f"{name}: {value!r} is no text, number, list or mapping of those") from None
+        words.append(f"--{name}={text}")
+    return _parse(main, words)
 
 
 def _fail(status: int, message: str, debug: bool) -> None:
