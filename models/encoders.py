@@ -6,6 +6,7 @@ backbones that cut the image into patches take 16k alone. Batch norm is frozen: 
 recipe, MODEL_FREEZE_BN).
 """
 
+import difflib
 from collections.abc import Sequence
 
 import torch
@@ -54,7 +55,7 @@ class TimmPyramid(nn.Module):
         import timm
 
         if not timm.is_model(name):
-            near = ", ".join(timm.list_models(f"*{name[:8]}*")[:5]) or "none"
+            near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=5)) or "none"
             raise InputError(f"encoder timm/{name}: timm has no model of that name; similar ones: {near}")
         stages, options = _stages(name), {}
         if dilate_last_stage:

@@ -213,13 +213,17 @@ def _timm_state(encoder: nn.Module, name: str, state: dict[str, Tensor]) -> dict
     """State of a whole timm classifier, or of a port of it with other names, as the encoder's own."""
     import timm
 
-    wanted = [key for key in encoder.backbone.state_dict() if not key.endswith("num_batches_tracked")]
+    wanted = {key for key in encoder.backbone.state_dict() if not key.endswith("num_batches_tracked")}
     with torch.device("meta"):
         whole = timm.create_model(name).state_dict()
     whole = {key: tensor for key, tensor in whole.items() if not key.endswith("num_batches_tracked")}
-    if not set(wanted) & set(state):
+    if not (wanted | set(whole)) & set(state):
         shapes, given = [tuple(v.shape) for v in whole.values()], [tuple(v.shape) for v in state.values()]
         if shapes == given:
             state = dict(zip(whole, state.values(), strict=True))
-    kept = {key: tensor for key, tensor in state.items() if key in wanted or key not in whole}
-    return {"backbone." + key: tensor for key, tensor in kept.items()}
+    # A backbone cut to its maps has stages.0 as stages_0, or lies under `model`, by family.
+    own = {
+        key: next((form for form in (key, key.replace(".", "_", 1), "model." + key) if form in wanted), None)
+        for key in whole
+    }
+    return {f"backbone.{own.get(key, key)}": v for key, v in state.items() if own.get(key, key) is not None}
