@@ -42,10 +42,11 @@ def main(
     num_nodes: int = 1,
     precision: str = "auto",
     debug: bool = False,
-) -> None:
+) -> dict | None:
     """Run a model over a benchmark, score it and pack the submission; or score masks made elsewhere.
 
-    A run that was stopped goes on when the same command is given again.
+    A run that was stopped goes on when the same command is given again. Returns the content of scores.json, or None
+    where nothing was scored and in all processes but the first.
 
     Args:
         data_root: Folder of the data set, in the layout its authors ship it in.
@@ -87,8 +88,7 @@ def main(
 
         benchmark = open_benchmark(dataset, data_root, split, resolution, with_frames=False)
         rules = find_preset(preset or benchmark.preset).name
-        score_predictions(benchmark, Path(predictions), Path(output_dir), rules, subset)
-        return
+        return score_predictions(benchmark, Path(predictions), Path(output_dir), rules, subset)
 
     # 2. What to run over, and how: what cannot be is said before anything slow starts.
     asked = plan(options)
@@ -104,7 +104,7 @@ def main(
     network, weights = load_model(checkpoint, model), describe_weights(checkpoint)
 
     # 4. Every process takes videos until none is left; the first one sums up.
-    launch(fabric, evaluate, network, weights, *asked)
+    return launch(fabric, evaluate, network, weights, *asked)
 
 
 def plan(options: dict[str, Any]) -> tuple["Benchmark", Path, dict[str, Any], str | None, int | None]:

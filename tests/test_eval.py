@@ -99,8 +99,9 @@ def test_one_command_writes_masks_scores_speed_report_and_submission(data: Path,
 
 
 def test_own_masks_score_the_same_when_handed_in(data: Path, finished: Path, tmp_path: Path) -> None:
-    script.main(str(data), str(tmp_path), predictions=str(finished))
+    returned = script.main(str(data), str(tmp_path), predictions=str(finished))
     mine, theirs = (json.loads((folder / "scores.json").read_text()) for folder in (finished, tmp_path))
+    assert returned == theirs
     assert mine.pop("weights") != theirs.pop("weights")
     assert mine == theirs
 

@@ -122,6 +122,9 @@ def evaluate(
     metric = VOSMetric(preset, [video.name for video in benchmark.videos])
     for video, record in zip(benchmark.videos, records, strict=True):
         metric.update(video.name, record["rows"], benchmark.seen.get(video.name))
+    if not metric.rows:
+        log.warning("not scored: no frame of these videos counts under the rules of %s", preset)
+        return None
     return write_scores(metric, benchmark, output / "Annotations", output, weights, speed)
 
 
