@@ -88,27 +88,28 @@ def build_model(name: str, **overrides: object) -> nn.Module:
     from models.encoders import build_encoder
     from models.network import SLOTS, VOSNetwork
 
-    settings = model_settings(name, **overrides)
-    encoder = build_encoder(settings.encoder)
-    if settings.align_corners not in encoder.align_corners:
-        if "align_corners" in overrides:
-            raise InputError(
-                f"align_corners={settings.align_corners} does not fit encoder {settings.encoder}: leave it out"
-            )
-        settings = replace(settings, align_corners=not settings.align_corners)
-    transformer = {"aot": AOTTransformer, "deaot": DeAOTTransformer}[settings.family](settings.layers)
-    model = VOSNetwork(
-        encoder,
-        transformer,
-        Decoder(transformer.output_width, encoder.channels, SLOTS + 1, settings.align_corners),
-        align_corners=settings.align_corners,
-        identity_norm=settings.family == "deaot",
-        train_memory_gap=settings.memory_gap_train,
-        test_memory_gap=settings.memory_gap_test,
-        max_long_edge=settings.max_long_edge,
-    )
-    model.name, model.settings = name.lower(), settings
-    # Tokens lie channels last in memory, so that the convolutions that meet them need no reordering.
-    for part in (model.encoder, model.encoder_projector, model.transformer, model.decoder):
-        part.to(memory_format=torch.channels_last)
+    with torch.inference_mode(False):  # a model built in inference mode could never be trained
+        settings = model_settings(name, **overrides)
+        encoder = build_encoder(settings.encoder)
+        if settings.align_corners not in encoder.align_corners:
+            if "align_corners" in overrides:
+                raise InputError(
+                    f"align_corners={settings.align_corners} does not fit encoder {settings.encoder}: leave it out"
+                )
+            settings = replace(settings, align_corners=not settings.align_corners)
+        transformer = {"aot": AOTTransformer, "deaot": DeAOTTransformer}[settings.family](settings.layers)
+        model = VOSNetwork(
+            encoder,
+            transformer,
+            Decoder(transformer.output_width, encoder.channels, SLOTS + 1, settings.align_corners),
+            align_corners=settings.align_corners,
+            identity_norm=settings.family == "deaot",
+            train_memory_gap=settings.memory_gap_train,
+            test_memory_gap=settings.memory_gap_test,
+            max_long_edge=settings.max_long_edge,
+        )
+        model.name, model.settings = name.lower(), settings
+        # Tokens lie channels last in memory, so that the convolutions that meet them need no reordering.
+        for part in (model.encoder, model.encoder_projector, model.transformer, model.decoder):
+            part.to(memory_format=torch.channels_last)
     return model.eval()

@@ -64,6 +64,13 @@ def test_size_rule_of_the_encoder_becomes_the_models():
         build_model("aott", encoder="timm/test_convnext", align_corners=True)
 
 
+def test_model_built_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        model = build_model("aott", encoder="timm/test_resnet")
+    assert not any(value.is_inference() for value in model.state_dict().values())
+    assert any(p.requires_grad for p in model.encoder.parameters())
+
+
 def training_logits(model: nn.Module, **options: bool) -> Tensor:
     """One pass over a batch of two tiny clips."""
     h, w = model.input_size(40, 56)

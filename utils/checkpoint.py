@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models.published import IMAGENET_EXTRAS, IMAGENET_MISSING, rename_encoder_key, rename_key
-from models.registry import ModelSettings, build_model
+from models.registry import build_model
 from utils.errors import InputError
 
 
@@ -114,12 +114,11 @@ def load_model(checkpoint: str | Path | None, name: str | None = None, partial: 
         return build_model(name)
     _, state, metadata = _read(checkpoint)
     if "settings" in metadata:
-        settings = ModelSettings(**json.loads(metadata["settings"]))
         if name is not None and name.lower() != metadata["model"]:
             raise InputError(
                 f"{checkpoint} holds a {metadata['model']}, --model says {name}: leave --model out or make them agree"
             )
-        model = build_model(metadata["model"], **asdict(settings))
+        model = build_model(metadata["model"], **json.loads(metadata["settings"]))
     elif name is None:
         raise InputError(f"{checkpoint} does not say which model it holds: pass --model NAME as well")
     else:
@@ -146,11 +145,19 @@ def _read(source: str | Path | Mapping[str, Tensor]) -> tuple[str, dict[str, Ten
         path = Path(source)
         name = str(path)
         if not path.is_file():
-            raise InputError(f"{name}: no such file; give a weights file (.safetensors or .pth)")
-        if path.suffix == ".safetensors":
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise InputError(f"{name}: {what}; give a weights file (.safetensors or .pth)")
+        try:
+            with open(path, "rb") as file:
+                start = file.read(9)
+        except OSError as error:
+            raise InputError(f"{name}: cannot be read ({error.strerror})") from None
+        if start[8:] == b"{":  # the length of a header in 8 bytes, then the header
             content, metadata = _read_safetensors(path)
-        else:
+        elif start.startswith((b"PK", b"\x80")):  # a zip file or a pickle
             content = _read_torch(path)
+        else:
+            raise InputError(f"{name}: is {'no weights file' if start else 'empty'}; give a .safetensors or .pth file")
     for wrapper in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -175,14 +182,17 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _read_torch(path: Path) -> object:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:  # of a path, PyTorch would look at the name as well
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(
             f"{path}: holds pickled Python objects, which could run code and are never loaded; convert it where you "
-            "trust it: torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW_FILE)"
+            "trust it: torch.save(torch.load(FILE, weights_only=False).state_dict(), NEW_FILE), or ['state_dict'] "
+            "in place of .state_dict() where FILE holds a dict"
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
-        raise InputError(f"{path}: is not a whole PyTorch weights file ({str(error).splitlines()[0]})") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]  # what follows is unsafe advice
+        raise InputError(f"{path}: is not a whole PyTorch weights file ({reason})") from None
 
 
 def _load(
