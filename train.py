@@ -1,11 +1,15 @@
 """Train AOT and DeAOT models: on one device or many, from clips of any data set."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from utils.cli import run
+from utils.errors import InputError
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+
+    from models.network import VOSNetwork
 
 
 def main(
@@ -42,6 +46,8 @@ def main(
     val_clips: int = 16,
     val_every: int = 500,
     log_every: int = 20,
+    picture_every: int = 1000,
+    logger: Literal["csv", "wandb"] = "csv",
     save_every: int = 5000,
     keep: int = 8,
     stop_after: float | None = None,
@@ -56,9 +62,11 @@ def main(
 ) -> None:
     """Train a model by the published recipe of AOT and DeAOT.
 
+    SIGINT, SIGTERM and SIGUSR1 save a checkpoint and stop the run; the same command goes on from there.
+
     Args:
         data_root: Folder that the data sets lie in.
-        output_dir: Gets config.yaml, metrics.csv, checkpoints/ and train.log.
+        output_dir: Gets config.yaml, metrics.csv, checkpoints/, pictures/ and train.log.
         datasets: Names in configs/data or descriptions (see data/training.py).
         model: A published model (aott, r50_deaotl, ...).
         encoder: Another encoder for it: mobilenetv2, resnet50, resnet101, resnest101, swin_base or timm/<name>.
@@ -90,6 +98,8 @@ def main(
         val_clips: How many such clips.
         val_every: Steps between validations.
         log_every: Steps between rows of metrics.csv.
+        picture_every: Steps between pictures of clips (reference, truth, prediction side by side); 0 for none.
+        logger: metrics.csv is always written; wandb sends it there as well, offline where it finds no key.
         save_every: Steps between checkpoints.
         keep: Checkpoints kept.
         stop_after: Save and stop after so many minutes; --resume auto goes on from there.
@@ -109,8 +119,25 @@ def main(
     launch(fabric, setup, settings)
 
 
-def setup(fabric: "Fabric", settings: dict[str, Any]) -> None:
-    """Build model, optimiser and data on this process, resume, and fit."""
+def setup(
+    fabric: "Fabric",
+    settings: dict[str, Any],
+    model: "VOSNetwork | None" = None,
+    on_step: Callable[[dict], object] | None = None,
+    on_checkpoint: Callable[[dict], object] | None = None,
+) -> dict[str, Any]:
+    """Build model, optimiser and data on this process, resume, and fit.
+
+    Args:
+        settings: the options of `main`.
+        model: trained in place of a new one.
+        on_step: given to all processes or none; rank 0 calls it with the row of every step.
+        on_checkpoint: rank 0 calls it with step, checkpoint (weights to use) and resume (for a run that goes on).
+
+    Returns:
+        The last step, and the signal that asked this process to stop, or None.
+    """
+    import signal
     import time
 
     import torch
@@ -118,29 +145,22 @@ def setup(fabric: "Fabric", settings: dict[str, Any]) -> None:
     from data.training import open_training_data
     from models import build_model
     from utils.checkpoint import load_encoder, load_weights
-    from utils.errors import InputError
+    from utils.fabric import end_together
     from utils.loading import StepSampler, make_loader
     from utils.run_folder import RunFolder
     from utils.schedule import WeightAverage, parameter_groups
+    from utils.stop import StopRequest
+    from utils.wandb_run import without_wandb
 
-    started = time.monotonic()
     s = settings
-    parts = fabric.world_size * s["accumulation"]
-    if s["batch_size"] % parts:
-        lower, upper = s["batch_size"] // parts * parts, (s["batch_size"] // parts + 1) * parts
-        raise InputError(
-            f"--batch_size {s['batch_size']} cannot be split over {fabric.world_size} processes with --accumulation "
-            f"{s['accumulation']}: take {f'{lower} or ' if lower else ''}{upper}"
-        )
+    deadline = None if s["stop_after"] is None else time.monotonic() + 60 * s["stop_after"]
+    end_together(fabric)
+    check_batch(s, fabric.world_size)
     torch.manual_seed(s["seed"])
-    model = build_model(s["model"], **({"encoder": s["encoder"]} if s["encoder"] else {}))
-    if s["encoder_weights"]:
-        load_encoder(model, s["encoder_weights"])
-    if s["init"]:
-        report = load_weights(model, s["init"], partial=s["init_partial"])
-        fabric.print(f"{s['init']}: {report.share:.1%} of the model's values loaded")
-    if s["freeze_encoder"]:
-        model.encoder.requires_grad_(False)
+    random_weights = model is None and not (s["encoder_weights"] or s["init"])
+    if model is None:
+        with without_wandb():
+            model = build_model(s["model"], **({"encoder": s["encoder"]} if s["encoder"] else {}))
     if s["lr_min"] is None:
         s["lr_min"] = 2e-5 if model.settings.encoder == "mobilenetv2" else 1e-5
     if s["strong_augmentation"] is None:
@@ -164,150 +184,225 @@ def setup(fabric: "Fabric", settings: dict[str, Any]) -> None:
     data = open_data(s["datasets"], s["seed"])
     validation = open_data(s["val_datasets"], s["seed"] + 1) if s["val_datasets"] else None
 
-    average = WeightAverage(model, 1 - 1 / max(s["total_steps"] * s["ema_ratio"], 1 + 1e-9))
-    raw = model  # the network itself; `model` becomes what Fabric wraps around it
+    if s["encoder_weights"]:
+        load_encoder(model, s["encoder_weights"])
+    if s["init"]:
+        report = load_weights(model, s["init"], partial=s["init_partial"])
+        fabric.print(f"{s['init']}: {report.share:.1%} of the model's values loaded")
+    if random_weights:
+        fabric.print("the model starts from random weights; --encoder_weights or --init give better ones")
+    if s["freeze_encoder"]:
+        model.encoder.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, s["weight_decay"]), lr=s["lr"])
     model, optimizer = fabric.setup(model, optimizer)
-    folder = RunFolder(fabric, s["output_dir"], s, keep=s["keep"])
-    average.to(fabric.device)
-    state = {"model": model, "optimizer": optimizer, "step": 0, "ema": average.state_dict()}
-    if folder.resume(state, s["resume"]):
-        average.load_state_dict(state["ema"])
-        fabric.print(f"resumed at step {state['step']}")
-    if s["freeze_encoder"]:
-        raw.freeze_encoder()
+    average = WeightAverage(model.module, 1 - 1 / max(s["total_steps"] * s["ema_ratio"], 1 + 1e-9))
 
-    share = s["batch_size"] // fabric.world_size
-    fabric.print(
-        f"{raw.name} with {raw.settings.encoder} on {fabric.world_size} x {fabric.device.type}, "
-        f"{fabric.strategy.precision.precision}; {s['batch_size']} clips a step ({share} a process)"
+    folder = RunFolder(fabric, s["output_dir"], s, keep=s["keep"], wandb=s["logger"] == "wandb")
+    state = {"model": model, "optimizer": optimizer, "ema": average, "step": 0}
+    folder.resume(state, s["resume"])
+    if s["freeze_encoder"]:
+        model.module.freeze_encoder()
+    folder.say(
+        f"{model.module.name} with {model.module.settings.encoder} on {fabric.world_size} x {fabric.device.type}, "
+        f"{fabric.strategy.precision.precision}; {s['batch_size']} clips a step, {len(data)} an epoch; "
+        f"steps {state['step']} to {s['total_steps']}"
     )
     steps = range(state["step"], s["total_steps"])
     sampler = StepSampler(
         len(data), s["batch_size"], steps, s["seed"], fabric.global_rank, fabric.world_size, s["accumulation"]
     )
     loader = make_loader(fabric, data, sampler, s["workers"])
-    deadline = None if s["stop_after"] is None else started + 60 * s["stop_after"]
-    fit(fabric, model, raw, optimizer, average, loader, validation, folder, state, s, deadline)
+    with StopRequest(fabric, deadline) as stop:
+        fit(fabric, state, loader, validation, folder, stop, s, on_step, on_checkpoint)
+    folder.close()
+    return {"step": state["step"], "signal": getattr(signal, stop.reason or "", None)}
 
 
-def fit(fabric, model, raw, optimizer, average, loader, validation, folder, state, s, deadline) -> None:
-    """Run the steps that are left."""
+def check_batch(s, processes: int) -> None:
+    """Raise InputError for a batch that cannot be shared out evenly."""
+    parts = processes * s["accumulation"]
+    if s["batch_size"] % parts:
+        lower, upper = s["batch_size"] // parts * parts, (s["batch_size"] // parts + 1) * parts
+        raise InputError(
+            f"--batch_size {s['batch_size']} cannot be split over {processes} processes with --accumulation "
+            f"{s['accumulation']}: take {f'{lower} or ' if lower else ''}{upper}"
+        )
+
+
+def fit(fabric, state, loader, validation, folder, stop, s, on_step=None, on_checkpoint=None) -> None:
+    """Run the steps that are left, or up to a request to stop."""
     import time
 
+    from utils.loading import batches
+    from utils.plots import clip_picture
+    from utils.progress import Progress
+
+    model, total_steps = state["model"], s["total_steps"]
+    stream = batches(loader)
+    progress = Progress(state["step"], total_steps, max(100, s["val_every"]), show=fabric.global_rank == 0)
+    failures, logged, clock = 0, state["step"], time.perf_counter()
+    model.train()
+    for step in range(state["step"], total_steps):
+        done = step + 1
+        last = done == total_steps
+        validating = validation is not None and (last or done % s["val_every"] == 0)
+        logging = validating or last or done % s["log_every"] == 0
+        picturing = s["picture_every"] > 0 and done % s["picture_every"] == 0
+
+        rate = set_rates(state["optimizer"], step, s)
+        loss, iou, names, pictures = gradients(fabric, model, stream, step, logging or on_step, picturing, s)
+        norm = update(fabric, state, s)
+        state["step"] = done
+        progress.step()
+
+        failures = failures + 1 if step_failed(fabric, norm, loss) else 0
+        if failures:
+            everywhere = [name for rank in range(fabric.world_size) for name in fabric.broadcast(names, rank)]
+            folder.say(f"step {done} skipped, its loss or gradient is not finite; clips: {', '.join(everywhere)}")
+        if failures == 5:
+            raise RuntimeError("five steps in a row with a loss or gradient that is not finite: the run ends here")
+        if logging or on_step:
+            means = fabric.all_reduce({"loss": loss, "iou": iou}, reduce_op="mean")
+            row = {
+                "step": done,
+                "epoch": round(done * s["batch_size"] / len(loader.dataset), 4),
+                "loss": means["loss"].item(),
+                "iou": means["iou"].item(),
+                "lr": rate,
+                "grad_norm": norm.item(),
+                "samples_per_s": (done - logged) * s["batch_size"] / (time.perf_counter() - clock),
+            }
+            if validating:
+                row |= validate(fabric, state, validation, s)
+            if on_step and fabric.global_rank == 0:
+                on_step(row)
+        if logging:
+            folder.log(row)
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if name not in ("step", "epoch"))
+            folder.say(f"step {done}/{total_steps}  {shown}  {progress.eta()} left", progress.write)
+            logged, clock = done, time.perf_counter()
+        if picturing:
+            folder.picture(clip_picture(*pictures), done)
+        stopping = stop.asked() and not last
+        if stopping or last or done % s["save_every"] == 0:
+            folder.save(state)
+            if on_checkpoint and fabric.global_rank == 0:
+                on_checkpoint(folder.files(done))
+        if stopping:
+            folder.say(f"stopped after step {done} ({stop.reason or 'another process was asked to'}); resume to go on")
+            break
+    progress.close()
+
+
+def set_rates(optimizer, step, s) -> float:
+    """Set the learning rates of a step."""
+    from utils.schedule import learning_rate, set_learning_rate
+
+    rate = learning_rate(step, s["total_steps"], s["lr"], s["lr_min"], s["warm_up_ratio"])
+    set_learning_rate(
+        optimizer, rate, s["lr_min"], s["lr_encoder_ratio"], freeze_identities=feeds_predictions(step, s)
+    )
+    return rate
+
+
+def feeds_predictions(step, s) -> bool:
+    """Whether the model remembers its own predictions by now, in place of the truth."""
+    return step >= int(s["feed_predictions_ratio"] * s["total_steps"])
+
+
+def gradients(fabric, model, stream, step, scoring, picturing, s):
+    """Forward and backward over this process's clips of a step: loss, IoU, names of the clips, what a picture needs."""
     import torch
-    from tqdm import tqdm
 
     from models.network import SLOTS
     from utils.loading import identity_permutations
     from utils.losses import clip_loss, frame_losses
-    from utils.schedule import learning_rate, reference_weight, set_learning_rate
+    from utils.schedule import reference_weight
 
-    batches = iter(loader)
-    bar = tqdm(
-        range(state["step"], s["total_steps"]),
-        initial=state["step"],
-        total=s["total_steps"],
-        disable=fabric.global_rank != 0,
-        mininterval=2,
-        dynamic_ncols=True,
+    # What is random in the network (drop path, dropout) comes from (seed, step, rank): a resumed run repeats it.
+    torch.manual_seed(s["seed"] + (step + 1) * 1009 + fabric.global_rank)
+    weight = reference_weight(step, s["total_steps"], ratio=s["reference_loss_ratio"])
+    total, iou, names, pictures = torch.zeros((), device=fabric.device), torch.zeros((), device=fabric.device), [], None
+    for part in range(s["accumulation"]):
+        batch = next(stream)
+        frames, labels, num_objects = batch["frames"], batch["labels"], batch["num_objects"]
+        with fabric.no_backward_sync(model, enabled=part < s["accumulation"] - 1):
+            logits = model(
+                frames,
+                labels,
+                num_objects,
+                permutation=identity_permutations(s["seed"], batch["items"], SLOTS).to(fabric.device),
+                feed_predictions=feeds_predictions(step, s),
+                reference_gradient=weight > 0,
+            )
+            losses = frame_losses(logits, labels, num_objects, step, s["total_steps"], model.module.align_corners)
+            loss = clip_loss(losses, weight) / s["accumulation"]
+            fabric.backward(loss)
+        total += loss.detach()
+        names += batch["names"]
+        if scoring or picturing:
+            predicted, part_iou = score(model.module, logits, batch)
+            iou += part_iou / s["accumulation"]
+            pictures = [x.cpu().numpy() for x in (frames, labels, predicted)] if picturing else None
+    return total, iou, names, pictures
+
+
+def update(fabric, state, s):
+    """One step of optimiser and average, unless the gradient is not finite; its norm before clipping."""
+    import torch
+
+    norm = fabric.clip_gradients(
+        state["model"], state["optimizer"], max_norm=s["clip_norm"], error_if_nonfinite=False
     )
-    skipped, window = 0, time.perf_counter()
-    model.train()
-    for step in bar:
-        sequential = step >= int(s["feed_predictions_ratio"] * s["total_steps"])
-        rate = learning_rate(step, s["total_steps"], s["lr"], s["lr_min"], s["warm_up_ratio"])
-        weight = reference_weight(step, s["total_steps"], ratio=s["reference_loss_ratio"])
-        set_learning_rate(optimizer, rate, s["lr_min"], s["lr_encoder_ratio"], freeze_identities=sequential)
-        # What is random inside the network depends on the step, so that a resumed run repeats it.
-        torch.manual_seed(s["seed"] + (step + 1) * 1009 + fabric.global_rank)
-        logging = (step + 1) % s["log_every"] == 0 or step + 1 == s["total_steps"]
-        total, iou, names = torch.zeros((), device=fabric.device), torch.zeros((), device=fabric.device), []
-        for part in range(s["accumulation"]):
-            batch = next(batches)
-            names += batch["names"]
-            order = identity_permutations(s["seed"], batch["items"], SLOTS).to(fabric.device)
-            with fabric.no_backward_sync(model, enabled=part < s["accumulation"] - 1):
-                logits = model(
-                    batch["frames"],
-                    batch["labels"],
-                    batch["num_objects"],
-                    permutation=order,
-                    feed_predictions=sequential,
-                    reference_gradient=weight > 0,
-                )
-                losses = frame_losses(
-                    logits, batch["labels"], batch["num_objects"], step, s["total_steps"], raw.align_corners
-                )
-                loss = clip_loss(losses, weight) / s["accumulation"]
-                fabric.backward(loss)
-            total += loss.detach()
-            if logging:
-                iou += batch_iou(raw, logits, batch) / s["accumulation"]
-        norm = fabric.clip_gradients(model, optimizer, max_norm=s["clip_norm"], error_if_nonfinite=False)
-        if torch.isfinite(norm):  # after the reduction: the same on every process
-            optimizer.step()
-            average.update()
-            skipped = 0
-        else:
-            skipped += 1
-            print(f"step {step}: the loss is {total.item()}, step skipped; clips: {', '.join(names)}", flush=True)
-            if skipped == 5:
-                raise RuntimeError("five steps in a row with a loss that is not finite: the run ends here")
-        optimizer.zero_grad()
-        state["step"] = step + 1
-
-        if logging:
-            values = fabric.all_reduce({"loss": total, "iou": iou}, reduce_op="mean")
-            elapsed, window = time.perf_counter() - window, time.perf_counter()
-            row = {
-                "step": step + 1,
-                "epoch": (step + 1) * s["batch_size"] / len(loader.dataset.dataset),
-                "loss": values["loss"].item(),
-                "iou": values["iou"].item(),
-                "lr": rate,
-                "grad_norm": norm.item(),
-                "samples_per_s": s["log_every"] * s["batch_size"] / elapsed,
-            }
-            folder.log(row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}", iou=f"{row['iou']:.3f}")
-        late = deadline is not None and time.monotonic() > deadline
-        late = bool(fabric.broadcast(late)) if deadline is not None else late
-        last = step + 1 == s["total_steps"] or late or folder.stop_requested
-        if validation is not None and ((step + 1) % s["val_every"] == 0 or last):
-            folder.log({"step": step + 1, "val_loss": validate(fabric, raw, average, validation, s)})
-            window = time.perf_counter()
-        if (step + 1) % s["save_every"] == 0 or last:
-            state["ema"] = average.state_dict()
-            folder.save(state, raw, average)
-        if last:
-            break
+    finite = torch.isfinite(norm)  # after the reduction: the same on every process
+    if finite or scaler_of(fabric) is not None:  # a scaler leaves the step out itself, and learns from it
+        state["optimizer"].step()
+    if finite:
+        state["ema"].update()
+    state["optimizer"].zero_grad()
+    return norm
 
 
-def validate(fabric, raw, average, validation, s) -> float:
-    """Mean loss of the averaged weights over the validation clips, each process taking its share."""
+def step_failed(fabric, norm, loss) -> bool:
+    """Whether a step was skipped for a reason that counts; that a scaler's factor was too large does not."""
+    import torch
+
+    if torch.isfinite(norm):
+        return False
+    return scaler_of(fabric) is None or not torch.isfinite(fabric.all_gather(loss)).all()
+
+
+def scaler_of(fabric):
+    """The gradient scaler of 16-mixed, None in other precisions."""
+    return getattr(fabric.strategy.precision, "scaler", None)
+
+
+def validate(fabric, state, validation, s) -> dict[str, float]:
+    """Mean loss and IoU of the averaged weights over the validation clips, each process taking its share."""
     import torch
 
     from data.clips import collate
     from utils.losses import clip_loss, frame_losses
 
+    raw, average = state["model"].module, state["ema"]
     average.swap()
     raw.eval()
-    total = torch.zeros(2, device=fabric.device)
+    total = torch.zeros(3, device=fabric.device)
     with torch.no_grad(), fabric.autocast():
         for item in range(fabric.global_rank, s["val_clips"], fabric.world_size):
             batch = fabric.to_device(collate([validation[item]]))
             logits = raw(batch["frames"], batch["labels"], batch["num_objects"], feed_predictions=True)
             losses = frame_losses(logits, batch["labels"], batch["num_objects"], 0, 1, raw.align_corners)
-            total += torch.stack((clip_loss(losses, 0.0), torch.ones((), device=fabric.device)))
+            _, iou = score(raw, logits, batch)
+            total += torch.stack((clip_loss(losses, 0.0), iou, torch.ones_like(iou))).float()
     average.swap()
     raw.train()
-    total = fabric.all_reduce(total, reduce_op="sum")
-    return (total[0] / total[1]).item()
+    loss, iou, count = fabric.all_reduce(total, reduce_op="sum").tolist()
+    return {"val_loss": loss / count, "val_iou": iou / count}
 
 
-def batch_iou(raw, logits, batch):
-    """IoU of the batch's frames after the reference."""
+def score(raw, logits, batch):
+    """Predicted labels (b, t - 1, h, w) of the frames after the reference, and their IoU with the truth."""
     import torch
 
     from utils.losses import training_iou
@@ -315,7 +410,8 @@ def batch_iou(raw, logits, batch):
     with torch.no_grad():
         labels = batch["labels"][:, 1:]
         frames = [raw.resize(frame.float(), labels.shape[-2:]).argmax(1) for frame in logits[:, 1:].unbind(1)]
-        return training_iou(torch.stack(frames, dim=1), labels, batch["num_objects"])
+        predicted = torch.stack(frames, dim=1)
+        return predicted, training_iou(predicted, labels, batch["num_objects"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 import os
 import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,8 +121,7 @@ def launch(fabric: "Fabric", fn: Callable, *args: Any) -> Any:
         with _without("LT_CLI_USED"):  # with it Fabric refuses to launch; torchrun's rules are the right ones here
             result = fabric.launch(_run, fn, args, dist.is_initialized())
     except BaseException:
-        for process in others:
-            process.terminate()
+        _stop(others)
         raise
     for rank, process in enumerate(others, start=1):
         if process.wait() != 0:
@@ -125,13 +129,94 @@ def launch(fabric: "Fabric", fn: Callable, *args: Any) -> Any:
     return result
 
 
+def processes_to_start(
+    accelerator: str = "auto", devices: Devices = "auto", strategy: str = "auto", num_nodes: int = 1, **_: Any
+) -> int:
+    """How many processes a call from Python has to start, for the options of `make_fabric`.
+
+    1: none, the calling process does the work: for one device, and under a launcher, whose group it then joins.
+
+    Raises:
+        InputError: as `make_fabric` for devices; several machines without a launcher.
+    """
+    options: dict[str, Any] = {"num_nodes": num_nodes}
+    options["devices"], options["accelerator"] = parse_devices(devices, accelerator)
+    indices = _choose_device(options)
+    if _launcher() or strategy == "dp":
+        return 1
+    if num_nodes > 1:
+        raise InputError(f"--num_nodes {num_nodes}: several machines need a launcher, torchrun or srun")
+    return len(indices) or (1 if options["devices"] == "auto" else options["devices"])
+
+
+def worker_variables(rank: int, processes: int) -> dict[str, str]:
+    """The environment of one of several processes on this machine, as torchrun would make it, whatever is in here."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LT_", "SLURM_NTASKS", "MASTER"))}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}
+    return (
+        {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+        | kept
+        | {"TORCHELASTIC_RUN_ID": "vos"}
+        | {name: str(value) for name, value in own.items()}
+    )
+
+
 def _run(fabric: "Fabric", fn: Callable, args: tuple, group_is_borrowed: bool) -> Any:
     import torch.distributed as dist
 
-    result = fn(fabric, *args)
+    try:
+        result = fn(fabric, *args)
+    except Exception as error:
+        if fabric.world_size > 1 and not isinstance(error, InputError):  # which rank failed first, and where
+            text = "".join(traceback.format_exception(error))
+            sys.stderr.write("".join(f"[rank {fabric.global_rank}] {line}\n" for line in text.splitlines()))
+        raise
     if dist.is_initialized() and not group_is_borrowed:  # the threads of a group left open can abort the exit
         dist.destroy_process_group()
     return result
+
+
+def end_together(fabric: "Fabric") -> None:
+    """Of work in step: when one process of this node ends with an error or is killed, the others end within seconds.
+
+    Those that torchrun or SLURM started are left to them. Without this a process that waits for a dead one could hang,
+    or live on alone; Fabric's own observer kills the main process, whose exit status then is not 1.
+    """
+    others = getattr(fabric.strategy.launcher, "procs", [])
+    if others:
+        for thread in threading.enumerate():
+            if thread.name == "child-process-observer":
+                thread._child_processes = []
+        threading.Thread(target=_end_with_children, args=(others,), name="end-with-children", daemon=True).start()
+    elif _launcher() is None and os.environ.get("VOS_PARENT_PID") == str(os.getppid()):
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="end-with-parent", daemon=True).start()
+
+
+def _end_with_children(others: list[subprocess.Popen]) -> None:
+    while not (failed := [process for process in others if process.poll()]):
+        time.sleep(0.5)
+    time.sleep(10)  # this process usually fails by itself, with a message, where it waits for the dead one
+    _stop(others)
+    sys.stderr.write(f"error: the process {failed[0].pid} of this run ended with status {failed[0].returncode}\n")
+    os._exit(1)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _stop(processes: list[subprocess.Popen]) -> None:
+    """Terminate processes, and kill those that wait for something that will not come."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def _launcher() -> tuple[str, int, int] | None:

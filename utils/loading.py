@@ -7,6 +7,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from data.clips import collate, worker_init
+from utils.errors import InputError
+from utils.stop import leave_stopping_to_parent
+
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
@@ -64,6 +68,9 @@ class Keyed(Dataset):
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def __getitem__(self, item: int) -> dict:
         return self.dataset[item] | {"item": item}
 
@@ -76,22 +83,19 @@ def make_loader(fabric: "Fabric", dataset: Dataset, sampler: StepSampler, worker
     """
     import os
 
-    from data.clips import collate, worker_init
-
     cuda = fabric.device.type == "cuda"
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = min(8, cores // fabric.world_size) if cuda else min(2, cores - 1)
-
-    def batch(samples: list[dict]) -> dict:
-        return collate(samples) | {"items": [sample["item"] for sample in samples]}
+        here = fabric.world_size // getattr(fabric.strategy, "num_nodes", 1)
+        # The CPU computes the steps as well: one core in three is what clips need at most beside them.
+        workers = min(8, max(1, cores // here)) if cuda else min(2, max(1, cores // (3 * here)))
 
     loader = DataLoader(
         Keyed(dataset),
         batch_sampler=sampler,
-        collate_fn=batch,
+        collate_fn=_collate,
         num_workers=workers,
-        worker_init_fn=worker_init,
+        worker_init_fn=_start_worker,
         pin_memory=cuda,
         prefetch_factor=4 if workers else None,
         persistent_workers=False,  # one pass over the sampler is the whole run
@@ -99,3 +103,20 @@ def make_loader(fabric: "Fabric", dataset: Dataset, sampler: StepSampler, worker
         multiprocessing_context="fork" if workers and hasattr(os, "fork") else None,
     )
     return fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=True)
+
+
+def batches(loader: DataLoader) -> Iterator[dict]:
+    """The batches of a loader; bad data found by a loader process is reported like any other, in one line."""
+    try:
+        yield from loader
+    except InputError as error:  # PyTorch puts the traceback of the loader process before the message
+        raise InputError(str(error).strip().rsplit("InputError: ", 1)[-1]) from error
+
+
+def _collate(samples: list[dict]) -> dict:
+    return collate(samples) | {"items": [sample["item"] for sample in samples]}
+
+
+def _start_worker(worker_id: int) -> None:
+    worker_init(worker_id)
+    leave_stopping_to_parent()

@@ -1,13 +1,11 @@
-"""The folder of a training run: configuration, metrics, log and checkpoints."""
+"""The folder of a training run: configuration, metrics, log, pictures and checkpoints."""
 
 import csv
-import json
 import os
-import signal
+import zipfile
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from utils.checkpoint import save_weights
 from utils.errors import InputError
@@ -15,106 +13,186 @@ from utils.errors import InputError
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-    from models.network import VOSNetwork
-    from utils.schedule import WeightAverage
-
 
 class RunFolder:
-    """Args: the run's Fabric, its folder, the resolved options, how many checkpoints to keep.
+    """Everything that a run writes. All methods are called by all processes; rank 0 alone writes.
 
-    SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) set `stop_requested`: the run saves and stops after its step.
+    A run's `state` is a dict of its model, optimizer, "ema" (utils.schedule.WeightAverage) and "step".
+
+    Args:
+        fabric: of the run.
+        path: the folder, made if need be.
+        settings: the resolved options, kept as config.yaml.
+        keep: so many of the newest checkpoints stay.
+        wandb: send rows and pictures there as well.
     """
 
-    def __init__(self, fabric: "Fabric", path: str | Path, settings: dict[str, Any], keep: int):
+    def __init__(self, fabric: "Fabric", path: str | Path, settings: dict[str, Any], keep: int, wandb: bool = False):
         self.fabric, self.path, self.keep = fabric, Path(path), max(1, keep)
-        self._stop = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._request_stop)
-        if fabric.global_rank == 0:
+        self.writes = fabric.global_rank == 0
+        self.checkpoints = self.path / "checkpoints"
+        self.wandb = None
+        if self.writes:
             import yaml
 
-            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (self.path / "config.yaml").write_text(yaml.safe_dump(_plain(settings), sort_keys=False))
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for left_over in self.checkpoints.glob(".*"):  # of a run that was killed while it wrote
+                left_over.unlink()
+            _replace(self.path / "config.yaml", yaml.safe_dump(_plain(settings), sort_keys=False))
+            if wandb:
+                from utils.wandb_run import WandbRun
+
+                self.wandb = WandbRun(self.path, _plain(settings))
         fabric.barrier()
 
-    @property
-    def stop_requested(self) -> bool:
-        """True on every process once any of them was asked to stop."""
-        if self.fabric.world_size == 1:
-            return self._stop
-        return bool(self.fabric.all_reduce(torch.tensor(float(self._stop)), reduce_op="sum") > 0)
+    def say(self, line: str, printer: Any = print) -> None:
+        """Print a line, and keep it with the time in train.log."""
+        if self.writes:
+            printer(line)
+            with open(self.path / "train.log", "a") as file:
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
     def log(self, row: dict[str, float]) -> None:
-        """Append a row to metrics.csv and a line to train.log; a new column rewrites the table."""
-        if self.fabric.global_rank != 0:
+        """Append a row to metrics.csv; a column that is new rewrites the table."""
+        if not self.writes:
             return
         table = self.path / "metrics.csv"
-        rows: list[dict[str, Any]] = []
-        columns = list(row)
-        if table.exists():
-            with open(table, newline="") as file:
-                reader = csv.DictReader(file)
-                columns = list(reader.fieldnames or [])
-                if not set(row) <= set(columns):
-                    rows = list(reader)
-                    columns += [name for name in row if name not in columns]
-                    table.unlink()
-        new = not table.exists()
-        with open(table, "a", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            if new:
-                writer.writeheader()
-                writer.writerows(rows)
-            writer.writerow(row)
-        with open(self.path / "train.log", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        columns, rows = _read_table(table)
+        if set(row) <= set(columns):
+            with open(table, "a", newline="") as file:
+                csv.DictWriter(file, columns).writerow(row)
+        else:
+            _write_table(table, columns + [name for name in row if name not in columns], [*rows, row])
+        if self.wandb:
+            self.wandb.log(row)
 
-    def save(self, state: dict[str, Any], raw: "VOSNetwork", average: "WeightAverage") -> None:
+    def picture(self, image: Any, step: int) -> None:
+        """Write pictures/step_<N>.png from (h, w, 3) uint8."""
+        if not self.writes:
+            return
+        from utils.plots import save_picture
+
+        path = self.path / "pictures" / f"step_{step:06}.png"
+        save_picture(image, path)
+        if self.wandb:
+            self.wandb.picture(path, step)
+
+    def save(self, state: dict[str, Any]) -> None:
         """Write checkpoints/step_<N>.ckpt and ema_<N>.safetensors, then drop the oldest beyond `keep`."""
-        folder, step = self.path / "checkpoints", state["step"]
-        temporary = folder / f".step_{step}.ckpt"
+        step, average = state["step"], state["ema"]
+        temporary = self.checkpoints / f".step_{step}.ckpt"
+        # Fabric's own temporary file lies elsewhere, perhaps on another disk.
         self.fabric.save(temporary, {**state, "scaler": self.fabric.strategy.precision.state_dict()})
-        if self.fabric.global_rank == 0:
+        if self.writes:
             average.swap()
-            save_weights(raw, folder / f"ema_{step}.safetensors", kind="ema")
+            save_weights(state["model"].module, self.checkpoints / f"ema_{step}.safetensors", kind="ema")
             average.swap()
-            os.replace(temporary, folder / f"step_{step}.ckpt")  # last: a checkpoint is whole with all that belongs to it
-            for old in self._checkpoints()[: -self.keep]:
-                old.unlink()
-                (folder / f"ema_{_step(old)}.safetensors").unlink(missing_ok=True)
+            os.replace(temporary, self._file(step))  # last: a checkpoint is whole with all that belongs to it
+            for old in self._steps()[: -self.keep]:
+                self._file(old).unlink()
+                (self.checkpoints / f"ema_{old}.safetensors").unlink(missing_ok=True)
         self.fabric.barrier()
 
-    def resume(self, state: dict[str, Any], which: str) -> bool:
-        """Load a checkpoint into `state` in place: auto takes the newest that can be read.
+    def resume(self, state: dict[str, Any], which: str) -> None:
+        """Load a checkpoint into `state` in place, and drop what an earlier run logged beyond it.
+
+        Args:
+            which: "auto" takes the newest that is whole, if there is one; "never"; or a checkpoint.
 
         Raises:
-            InputError: a checkpoint asked for by path cannot be read.
+            InputError: a checkpoint asked for by path is not whole, or one is of another model.
         """
-        if which == "never":
-            return False
-        candidates = self._checkpoints()[::-1] if which == "auto" else [Path(which)]
-        for path in candidates:
+        path, problem = self.fabric.broadcast(self._choose(which) if self.writes else None)
+        if problem:
+            raise InputError(problem)
+        if path:
             try:
-                rest = self.fabric.load(path, state)
+                rest = self.fabric.load(path, state)  # to the CPU first, whatever device it was saved from
             except Exception as error:
-                message = f"{path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
-                if which != "auto":
-                    raise InputError(f"--resume {message}: give a checkpoint of this model, auto or never") from error
-                self.fabric.print(f"warning: {message}; trying the one before it")
-                continue
-            self.fabric.strategy.precision.load_state_dict(rest.get("scaler", {}))
-            return True
+                raise InputError(
+                    f"--resume {which}: {path} does not fit this run ({' '.join(str(error).split())[:300]}); "
+                    "it needs the model options that it was saved with, else another --output_dir or --resume never"
+                ) from error
+            if rest.get("scaler"):
+                self.fabric.strategy.precision.load_state_dict(rest["scaler"])
+            self.say(f"resumed from {path}")
+        if self.writes:
+            self._set_aside([step for step in self._steps() if step > state["step"]])
+            table = self.path / "metrics.csv"
+            columns, rows = _read_table(table)
+            kept = [row for row in rows if int(row["step"]) <= state["step"]]
+            if len(kept) < len(rows):
+                _write_table(table, columns, kept)
+        self.fabric.barrier()
+
+    def files(self, step: int) -> dict[str, Any]:
+        """The checkpoint of a step: weights to use, and what a resumed run reads."""
+        weights = self.checkpoints / f"ema_{step}.safetensors"
+        return {"step": step, "checkpoint": str(weights), "resume": str(self._file(step))}
+
+    def close(self) -> None:
+        """Finish what goes on in the background."""
+        if self.wandb:
+            self.wandb.finish()
+
+    def _choose(self, which: str) -> tuple[str | None, str | None]:
+        """(checkpoint to load, what is wrong)."""
+        if which not in ("auto", "never"):
+            if _is_whole(Path(which)):
+                return which, None
+            return None, f"--resume {which}: not a whole checkpoint; give a step_<N>.ckpt, auto or never"
+        for step in self._steps()[::-1] if which == "auto" else []:
+            if _is_whole(self._file(step)):
+                return str(self._file(step)), None
+            self.say(f"warning: {self._file(step)} is damaged and passed over; trying the one before it")
+        return None, None
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Move checkpoints that this run will write anew, or cannot read, into a folder beside the others."""
+        for step in steps:
+            for file in (self._file(step), self.checkpoints / f"ema_{step}.safetensors"):
+                if file.exists():
+                    (self.checkpoints / "set_aside").mkdir(exist_ok=True)
+                    os.replace(file, self.checkpoints / "set_aside" / file.name)
+            self.say(f"checkpoint of step {step} moved to {self.checkpoints / 'set_aside'}")
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("step_")) for path in self.checkpoints.glob("step_*.ckpt"))
+
+    def _file(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}.ckpt"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint, which is a zip archive, has all its bytes as they were written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError):
         return False
 
-    def _checkpoints(self) -> list[Path]:
-        return sorted((self.path / "checkpoints").glob("step_*.ckpt"), key=_step)
 
-    def _request_stop(self, *_: object) -> None:
-        self._stop = True
+def _read_table(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    if not path.exists():
+        return [], []
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or []), list(reader)
 
 
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
+def _write_table(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    temporary = path.with_name(f".{path.name}")
+    with open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def _plain(value: Any) -> Any:

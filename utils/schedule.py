@@ -18,7 +18,7 @@ def learning_rate(
     cosine: bool = False,
     restarts: int = 1,
 ) -> float:
-    """Linear warm-up from `minimum` to `base`, then polynomial (or cosine) decay; the whole repeated `restarts` times."""
+    """Linear warm-up from `minimum` to `base`, then polynomial (or cosine) decay; all of it `restarts` times."""
     cycle = total_steps / restarts
     warm_up = warm_up_ratio * cycle
     step = step if restarts == 1 else int(step % cycle)
@@ -86,10 +86,6 @@ class WeightAverage:
         torch._foreach_lerp_(
             list(self.shadow.values()), [p.detach() for p in self._parameters.values()], 1 - decay
         )
-
-    def to(self, device: torch.device) -> None:
-        """Move the averages to where the parameters are."""
-        self.shadow = {name: tensor.to(device) for name, tensor in self.shadow.items()}
 
     def state_dict(self) -> dict[str, int | dict[str, Tensor]]:
         return {"updates": self.updates, "shadow": self.shadow}
