@@ -20,6 +20,9 @@ def main(
     encoder: str | None = None,
     encoder_weights: str | None = None,
     freeze_encoder: bool = False,
+    freeze: list[str] | None = None,
+    ease_start: bool = False,
+    identity_shuffle: bool = True,
     init: str | None = None,
     init_partial: bool = False,
     resume: str = "auto",
@@ -72,6 +75,9 @@ def main(
         encoder: Another encoder for it: mobilenetv2, resnet50, resnet101, resnest101, swin_base or timm/<name>.
         encoder_weights: ImageNet weights of the encoder.
         freeze_encoder: Train the rest of the network only.
+        freeze: Keep also these parts as they are, by the first letters of their parameters' names (identity_bank).
+        ease_start: Initialise for a training of few steps (see models/network.py).
+        identity_shuffle: Give the objects of a clip random identities; a training of few steps does better without.
         init: Weights of the whole model to start from.
         init_partial: Take from --init what fits.
         resume: auto (newest whole checkpoint in output_dir), never, or a checkpoint.
@@ -184,6 +190,8 @@ def setup(
     data = open_data(s["datasets"], s["seed"])
     validation = open_data(s["val_datasets"], s["seed"] + 1) if s["val_datasets"] else None
 
+    if s["ease_start"]:
+        model.ease_start()
     if s["encoder_weights"]:
         load_encoder(model, s["encoder_weights"])
     if s["init"]:
@@ -193,6 +201,12 @@ def setup(
         fabric.print("the model starts from random weights; --encoder_weights or --init give better ones")
     if s["freeze_encoder"]:
         model.encoder.requires_grad_(False)
+    for prefix in s["freeze"] or []:
+        named = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
+        if not named:
+            raise InputError(f"--freeze {prefix}: the model has no parameter of that name")
+        for parameter in named:
+            parameter.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, s["weight_decay"]), lr=s["lr"])
     model, optimizer = fabric.setup(model, optimizer)
     average = WeightAverage(model.module, 1 - 1 / max(s["total_steps"] * s["ema_ratio"], 1 + 1e-9))
@@ -326,12 +340,13 @@ def gradients(fabric, model, stream, step, scoring, picturing, s):
     for part in range(s["accumulation"]):
         batch = next(stream)
         frames, labels, num_objects = batch["frames"], batch["labels"], batch["num_objects"]
+        order = identity_permutations(s["seed"], batch["items"], SLOTS).to(fabric.device)
         with fabric.no_backward_sync(model, enabled=part < s["accumulation"] - 1):
             logits = model(
                 frames,
                 labels,
                 num_objects,
-                permutation=identity_permutations(s["seed"], batch["items"], SLOTS).to(fabric.device),
+                permutation=order if s["identity_shuffle"] else None,
                 feed_predictions=feeds_predictions(step, s),
                 reference_gradient=weight > 0,
             )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from models.attention import WINDOW
 from models.encoders import normalise
 from models.fold import fold_batch_norm
 
@@ -80,20 +81,25 @@ class VOSNetwork(nn.Module):
         return folded.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
-    def spread_identities(self, norm: float = 40.0) -> None:
-        """Give every slot of the identity bank a code of its own, orthogonal to the others' on top of what they share.
+    def ease_start(self, norm: float = 30.0) -> None:
+        """Initialise for a training of hundreds or a few thousand steps instead of a hundred thousand.
 
-        The published initialisation leaves the slots almost equal; a short training then learns to tell objects from
-        the background long before it learns to tell them from each other.
+        The published initialisation leaves the identities almost equal and the short-term window without preference:
+        a short training then learns to tell objects from the background and never one object from another. Here every
+        identity gets a code orthogonal to the others', and the heads look at near places first.
 
         Args:
-            norm: of the code that a patch of one identity adds.
+            norm: of the code that a patch of one identity adds to its token.
         """
         weight = self.identity_bank.weight
-        codes = torch.nn.init.orthogonal_(torch.empty(SLOTS, weight.shape[0]), gain=norm).T.to(weight)
-        shared = weight[:, 1:].mean(1, keepdim=True)
-        area = weight.shape[2] * weight.shape[3]
-        weight[:, 1:] = shared + rearrange(codes, "c k -> c k 1 1") / area
+        codes = nn.init.orthogonal_(torch.empty(SLOTS + 1, weight.shape[0]), gain=norm).T.to(weight)
+        weight.copy_(rearrange(codes / (weight.shape[2] * weight.shape[3]), "c k -> c k 1 1").expand_as(weight))
+        offset = torch.arange(WINDOW, device=weight.device) - WINDOW // 2
+        distance = (offset[:, None] ** 2 + offset**2).flatten()
+        for layer in self.transformer.layers:
+            biases = layer.short_term_attn.relative_emb_k.bias.view(-1, WINDOW**2)
+            for head, bias in enumerate(biases):
+                bias.sub_(distance / (2 * (1 + head % 4 / 2) ** 2))
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """The size nearest to (height, width) that the network takes."""

@@ -121,7 +121,7 @@ class Session:
         return torch.logit(merged.clamp_(1e-5, 1 - 1e-5))
 
     def _local(self, label: Tensor, number: int, group: Group) -> Tensor:
-        """Label map (1, h, w) of all slots -> (h, w) uint8 positions in the group: 0 background, then its live slots."""
+        """Label map (1, h, w) of all slots -> (h, w) uint8 places in the group: 0 background, then live slots."""
         table = torch.zeros(int(label.max()) + 1, dtype=torch.uint8, device=label.device)
         for position, slot in enumerate(group.live, start=1):
             if number * SLOTS + slot < len(table):
