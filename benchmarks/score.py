@@ -36,29 +36,36 @@ def main(
         if ground_truth is None or predictions is None:
             ground_truth, predictions = make_masks(Path(made_up))
         names = sorted(path.name for path in predictions.iterdir() if path.is_dir())
-        seconds: dict[str, list[float]] = {"project": [], "textbook": []}
+        turns: dict[str, list[tuple[float, float]]] = {"project": [], "textbook": []}
         for _ in range(runs + 1):
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             metric = collect_scores(ground_truth, predictions, "davis2017", names)
             scores = metric.compute()
-            seconds["project"].append(time.perf_counter() - start)
-            start = time.perf_counter()
+            middle = time.perf_counter(), time.process_time()
             j, f = textbook_scores(ground_truth, predictions, names)
-            seconds["textbook"].append(time.perf_counter() - start)
+            end = time.perf_counter(), time.process_time()
+            turns["project"].append((middle[0] - start[0], middle[1] - start[1]))
+            turns["textbook"].append((end[0] - middle[0], end[1] - middle[1]))
     difference = max(abs(scores["J-Mean"] - j), abs(scores["F-Mean"] - f))
     count = len(metric.rows)
     print(f"{count} object frames of {len(names)} sequences; J and F differ by {difference:.1e}")
-    print("way        median s (min-max)    object frames/s")
+    print("way        s, median (min-max)    CPU s, median    object frames/s")
     rows = []
-    for way, measured in seconds.items():
-        measured = measured[1:]
-        median = statistics.median(measured)
-        rows.append({"way": way, "seconds": measured, "median_s": median, "object_frames_per_s": count / median})
-        print(f"{way:9}  {median:.3f} ({min(measured):.3f}-{max(measured):.3f})  {count / median:8.0f}")
-    turns = [slow / fast for fast, slow in zip(seconds["project"][1:], seconds["textbook"][1:], strict=True)]
-    print(f"ratio of each turn: median {statistics.median(turns):.1f}, {min(turns):.1f} to {max(turns):.1f}")
+    for way, measured in turns.items():
+        wall, cpu = zip(*measured[1:], strict=True)
+        row = {"way": way, "s": wall, "cpu_s": cpu, "object_frames_per_s": count / statistics.median(wall)}
+        rows.append(row)
+        print(
+            f"{way:9}  {statistics.median(wall):.3f} ({min(wall):.3f}-{max(wall):.3f})  {statistics.median(cpu):14.3f}"
+            f"  {row['object_frames_per_s']:15.0f}"
+        )
+    ratios = {}
+    for i, kind in enumerate(("s", "cpu_s")):
+        ratios[kind] = [slow[i] / fast[i] for fast, slow in zip(*(t[1:] for t in turns.values()), strict=True)]
+        middle = statistics.median(ratios[kind])
+        print(f"ratio of {kind}, turn by turn: median {middle:.1f}, {min(ratios[kind]):.1f} to {max(ratios[kind]):.1f}")
     if output is not None:
-        table = {"object_frames": count, "difference": difference, "rows": rows, "ratios": turns}
+        table = {"object_frames": count, "difference": difference, "rows": rows, "ratios": ratios}
         output.write_text(json.dumps(table, indent=1) + "\n")
 
 

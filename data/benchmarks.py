@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from data.images import IMAGE_SUFFIXES, list_images, natural_key
+from data.labels import label_ids, read_label_png
 from utils.errors import InputError
 from utils.metrics import VOID, YOUTUBEVOS_SEEN
 
@@ -126,12 +127,10 @@ def given_mask(video: Video, frame: str, known: set[int]) -> np.ndarray | None:
 
     Raises InputError for a mask that cannot be read.
     """
-    from utils.metrics import read_label_png
-
     if frame not in video.masks or (video.first_only and known):
         return None
-    labels, _ = read_label_png(video.masks[frame])
-    ids = set(np.unique(labels).tolist()) - {0}
+    labels = read_label_png(video.masks[frame])
+    ids = label_ids(labels) - {0}
     if video.merge:
         # DAVIS 2016 ships single objects as 255; beside other ids that is void.
         labels = ((labels != 0) & ((labels != VOID) | (ids == {VOID}))).astype(np.uint8)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.benchmarks import Benchmark, Video, given_mask, picture_size
+from data.labels import label_ids
 
 
 def pack_submission(benchmark: Benchmark, masks: Path, archive: Path) -> None:
@@ -65,7 +66,7 @@ def _check_mask(name: str, data: bytes, size: tuple[int, int], ids: set[int], wi
             raise ValueError(f"{name}: is no indexed 8-bit PNG ({image.mode})")
         if (image.height, image.width) != size:
             raise ValueError(f"{name}: is {image.width} x {image.height} pixels instead of {size[1]} x {size[0]}")
-        if strange := set(np.unique(np.asarray(image)).tolist()) - {0} - ids:
+        if strange := label_ids(np.asarray(image)) - {0} - ids:
             raise ValueError(f"{name}: holds the unknown object id {min(strange)}; known are {sorted(ids)}")
 
 
@@ -74,7 +75,7 @@ def _given_ids(video: Video) -> set[int]:
     for frame in video.frames:
         mask = given_mask(video, frame.stem, known)
         if mask is not None:
-            known |= set(np.unique(mask).tolist()) - {0}
+            known |= label_ids(mask) - {0}
         if video.first_only:
             break
     return known

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 import eval as script
 from data.benchmarks import open_benchmark
+from data.labels import read_label_png
 from data.masks import write_mask
 from models import build_model
 from utils import evaluation
@@ -25,7 +26,6 @@ from utils.checkpoint import save_weights
 from utils.cli import run
 from utils.errors import InputError
 from utils.fabric import make_fabric
-from utils.metrics import read_label_png
 from utils.results import score_predictions
 from utils.sharding import WorkQueue
 
@@ -73,8 +73,8 @@ def finished(data: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_one_command_writes_masks_scores_speed_report_and_submission(data: Path, weights: Path, finished: Path) -> None:
-    truth, _ = read_label_png(data / "Annotations/480p/v1/00000.png")
-    assert np.array_equal(read_label_png(finished / "Annotations/v1/00000.png")[0], truth)
+    truth = read_label_png(data / "Annotations/480p/v1/00000.png")
+    assert np.array_equal(read_label_png(finished / "Annotations/v1/00000.png"), truth)
     for n in range(4):
         assert len(list((finished / f"Annotations/v{n}").glob("*.png"))) == 4 + n % 3
     scores = json.loads((finished / "scores.json").read_text())
@@ -247,7 +247,7 @@ def test_masks_equal_the_reference(case: str, options: dict, tmp_path: Path) -> 
     script.main(str(tmp_path), str(tmp_path / "out"), **arguments)
     assert not (tmp_path / "out/scores.json").exists()  # most frames have no true mask
     for t, expected in enumerate(golden["pred"], start=1):
-        labels, _ = read_label_png(tmp_path / f"out/Annotations/video/{t:05}.png")
+        labels = read_label_png(tmp_path / f"out/Annotations/video/{t:05}.png")
         differs = labels != expected
         assert differs.mean() < 0.005
         assert not differs[~golden.near_tie(t)].any()
@@ -265,7 +265,7 @@ def test_davis_at_full_resolution_is_written_and_scored_at_480p(data: Path, weig
     (tmp_path / "ImageSets/2017").mkdir(parents=True)
     (tmp_path / "ImageSets/2017/val.txt").write_text("v0\n")
     script.main(str(tmp_path), str(tmp_path / "out"), checkpoint=str(weights), resolution="full", **CPU)
-    assert read_label_png(tmp_path / "out/Annotations/v0/00002.png")[0].shape == (48, 64)
+    assert read_label_png(tmp_path / "out/Annotations/v0/00002.png").shape == (48, 64)
     assert len(json.loads((tmp_path / "out/scores.json").read_text())["per_object"]) == 2
 
 

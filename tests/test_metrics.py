@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.labels import label_ids, read_label_png
 from utils.errors import InputError
 from utils.metrics import (
     PRESETS,
@@ -239,6 +240,23 @@ def _write_grey_png(path: Path, labels: np.ndarray, bits: int) -> None:
         for kind, body in (*chunks, (b"IEND", b""))
     )
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + data)
+
+
+def test_masks_are_read_as_written_or_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "mask.png"
+    for labels in (rng.integers(0, 4, (31, 17), np.uint8), np.tile(np.arange(200, dtype=np.uint8), (50, 1)), EMPTY):
+        grey, indexed = Image.fromarray(labels), Image.fromarray(labels)
+        indexed.putpalette(list(range(256)) * 3)
+        for image, options in ((indexed, {}), (grey, {}), (grey, {"optimize": True}), (indexed, {"bits": 8})):
+            image.save(path, **options)
+            assert np.array_equal(read_label_png(path), labels)
+            assert label_ids(labels) == set(np.unique(labels).tolist())
+            data = bytearray(path.read_bytes())
+            data[data.index(b"IDAT") + 8] ^= 1
+            path.write_bytes(data)
+            with pytest.raises(InputError, match=r"mask\.png"):
+                read_label_png(path)
 
 
 def _lose_frame(result: Path) -> str:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from data.benchmarks import Benchmark, Video, given_mask
 from data.images import read_rgb
+from data.labels import label_ids
 from data.masks import write_mask
 from data.submission import pack_submission
 from models.tracker import Prediction, Tracker
@@ -170,7 +171,7 @@ def run_video(
                         f"{video.masks[path.stem]}: is {mask.shape[1]} x {mask.shape[0]} pixels; "
                         f"its frame {path} is {image.shape[1]} x {image.shape[0]}"
                     )
-                known |= set(np.unique(mask).tolist()) - {0}
+                known |= label_ids(mask) - {0}
             elif known:
                 tracked.append(number)
             try:

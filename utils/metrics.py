@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.images import natural_key, read_image
+from data.images import natural_key
+from data.labels import label_ids, read_label_png
 from utils.errors import InputError
 
 VOID = 255
@@ -130,7 +131,7 @@ def score_frame(
     if gt.shape != pred.shape:
         raise ValueError(f"two label maps of one (H, W) shape are needed, not {gt.shape} and {pred.shape}")
     if ids is None:
-        ids = np.union1d(gt, pred).tolist()
+        ids = label_ids(gt) | label_ids(pred)
     if void is not None:
         gt, pred = np.where(void, 0, gt), np.where(void, 0, pred)
     radius = boundary_radius(*gt.shape)
@@ -458,7 +459,7 @@ def score_sequence(
             f"{predictions / lost[0]}: missing, and {len(lost) - 1} more of {len(frames)} frames; "
             "a mask for each annotated frame is needed"
         )
-    first_ids = _ids(*read_label_png(ground_truth / frames[0])) - {0}
+    first_ids = label_ids(read_label_png(ground_truth / frames[0])) - {0}
     # DAVIS 2016 ships its single objects as 255; with other ids in the picture 255 is void as everywhere else.
     void_is_object = rule.merge and first_ids == {VOID}
     counted = {name for i, name in enumerate(frames) if (i or rule.first) and (i < len(frames) - 1 or rule.last)}
@@ -488,16 +489,16 @@ def _score_files(
     truth: Path, prediction: Path | None, rule: Preset, void_is_object: bool, score: bool
 ) -> tuple[set[int], set[int], dict[int, Score]]:
     """Ids of both files and the scores of all objects that occur in either."""
-    gt, histogram = read_label_png(truth)
-    gt_ids = _ids(gt, histogram)
+    gt = read_label_png(truth)
+    gt_ids = label_ids(gt)
     void = None
     if VOID in gt_ids and not void_is_object:
         void = gt == VOID
         gt = np.where(void, 0, gt)
     pred_ids: set[int] = set()
     if prediction is not None:
-        pred, histogram = read_label_png(prediction)
-        pred_ids = _ids(pred, histogram)
+        pred = read_label_png(prediction)
+        pred_ids = label_ids(pred)
         if pred.shape != gt.shape:
             raise InputError(
                 f"{prediction}: is {pred.shape[1]} x {pred.shape[0]} pixels; the ground truth {truth} is "
@@ -533,42 +534,6 @@ def _rows(sequence: str, rule: Preset, frames: list[str], counted: set[str], res
             names = scored[next(n for n, name in enumerate(scored) if i in results[name][0] | results[name][1]) :]
         rows += [Row(sequence, i, Path(name).stem, *results[name][2].get(i, (1.0, 1.0))) for name in names]
     return rows
-
-
-def read_label_png(path: Path) -> tuple[np.ndarray, list[int] | None]:
-    """Reads a PNG whose pixel values are object ids, strictly: nothing is guessed from colours.
-
-    Returns the (H, W) labels and, for 8-bit files, how often each of the 256 values occurs.
-
-    Raises InputError for a file that is missing, damaged, no PNG or a colour picture.
-    """
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; a mask for this frame is needed")
-    image = read_image(path)
-    if image.format != "PNG" or image.mode not in ("P", "L", "1", "I", "I;16", "I;16B"):
-        raise InputError(
-            f"{path}: is a colour picture or no PNG ({image.format}, {image.mode}); "
-            "an indexed or grey PNG of object ids is needed"
-        )
-    labels = np.asarray(image)
-    if image.mode == "L" and (stretch := _stretch(path)) > 1:
-        return labels // stretch, None
-    if image.mode in ("P", "L"):
-        return labels, image.histogram()
-    return (labels.astype(np.uint8) if image.mode == "1" else labels), None
-
-
-def _stretch(path: Path) -> int:
-    """By how much PIL multiplies the values of grey PNGs with less than 8 bits."""
-    with path.open("rb") as file:
-        depth = file.read(25)[24]
-    return {2: 85, 4: 17}.get(depth, 1)
-
-
-def _ids(labels: np.ndarray, histogram: list[int] | None) -> set[int]:
-    if histogram is None:
-        return set(np.unique(labels).tolist())
-    return {value for value, count in enumerate(histogram) if count}
 
 
 def _folders(root: Path) -> list[str]:

@@ -10,8 +10,9 @@ import numpy as np
 
 from data.benchmarks import Benchmark, Video
 from data.images import read_rgb
+from data.labels import read_label_png
 from data.masks import overlay
-from utils.metrics import Row, read_label_png
+from utils.metrics import Row
 
 WORST_FRAMES = 12
 PICTURE_WIDTH = 426
@@ -126,8 +127,8 @@ def _worst_rows(objects: dict[tuple[str, int], list[Row]]) -> list[Row]:
 def _worst(row: Row, benchmark: Benchmark, masks: Path) -> str:
     video = next(video for video in benchmark.videos if video.name == row.sequence)
     file = f"{row.sequence}/{row.frame}.png"
-    truth = read_label_png(benchmark.truth / file)[0]
-    predicted = read_label_png(masks / file)[0]
+    truth = read_label_png(benchmark.truth / file)
+    predicted = read_label_png(masks / file)
     image = _frame(video, row.frame, truth.shape)
     pictures = "".join(
         f'<img alt="{name}" style="display:inline" src="data:image/jpeg;base64,{_jpeg(overlay(image, labels))}">'
