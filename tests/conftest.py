@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Before torch is imported: threads that wait actively take the cores from each other as soon as tests share them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile("steady", deadline=None, derandomize=True)  # no failure by a busy machine or by chance
 settings.load_profile("steady")
 
