@@ -40,7 +40,7 @@ class Tracker:
     """Tracks objects through one video with a memory of its own; any number of trackers may share a model.
 
     Args:
-        model: of `build_model`; runs on the device the model is on.
+        model: of `build_model`, put in eval mode; runs on the device the model is on.
         long_term_gap: every n-th frame enters the long-term memory; None: the model's published setting; 0: reference
             frames only.
         max_memory_frames: most frames in the long-term memory of ten objects, None: no limit.
@@ -71,7 +71,7 @@ class Tracker:
                 raise InputError(f"{name} is {value}: it must be at least {least}, or None for the default")
         if not scales or min(scales) <= 0:
             raise InputError(f"scales are {tuple(scales)}: give at least one, all above 0")
-        self._model, self._encoder = model, model.folded_encoder()
+        self._model = model
         gap = model.test_memory_gap if long_term_gap is None else long_term_gap or None
         self._new_session = lambda: Session(model, gap, max_memory_frames)
         self._max_long_edge = model.max_long_edge if max_long_edge is None else max_long_edge
@@ -131,6 +131,8 @@ class Tracker:
                 "width): all frames must have one size; call reset() before another video"
             )
         given = None if mask is None else _as_mask(mask, size)
+        if self._frame_size is None:  # a new video is tracked with the weights that the model has now
+            self._encoder = self._model.eval().folded_encoder()
         self._frame_size = size
         tracked = self._live()
         if not tracked and (given is None or not given.any()):
@@ -196,7 +198,7 @@ class Tracker:
 
             image = cv2.resize(image.astype(np.float32), (width, height), interpolation=cv2.INTER_CUBIC)
         device = self._model.identity_bank.weight.device
-        pixels = torch.from_numpy(np.ascontiguousarray(image)).to(device).permute(2, 0, 1)[None]
+        pixels = torch.from_numpy(np.require(image, requirements="CW")).to(device).permute(2, 0, 1)[None]
         pixels = self._model.normalise(pixels)
         return pixels.flip(-1) if mirrored else pixels
 
