@@ -167,11 +167,8 @@ def setup(
     if model is None:
         with without_wandb():
             model = build_model(s["model"], **({"encoder": s["encoder"]} if s["encoder"] else {}))
-    if s["lr_min"] is None:
-        s["lr_min"] = 2e-5 if model.settings.encoder == "mobilenetv2" else 1e-5
-    if s["strong_augmentation"] is None:
-        s["strong_augmentation"] = model.settings.family == "deaot"
-    s["crop"] = model.input_size(*(s["crop"] or (465, 465)))
+    fill_in(s, model.settings)
+    s["crop"] = model.input_size(*s["crop"])
 
     def open_data(datasets: list, seed: int):
         return open_training_data(
@@ -230,6 +227,16 @@ def setup(
         fit(fabric, state, loader, validation, folder, stop, s, on_step, on_checkpoint)
     folder.close()
     return {"step": state["step"], "signal": getattr(signal, stop.reason or "", None)}
+
+
+def fill_in(s, settings) -> None:
+    """Give the options that follow the model their published values."""
+    if s["lr_min"] is None:
+        s["lr_min"] = 2e-5 if settings.encoder == "mobilenetv2" else 1e-5
+    if s["strong_augmentation"] is None:
+        s["strong_augmentation"] = settings.family == "deaot"
+    if s["crop"] is None:
+        s["crop"] = (465, 465) if settings.align_corners else (464, 464)
 
 
 def check_batch(s, processes: int) -> None:
