@@ -68,5 +68,5 @@ def test_ease_start_tells_identities_apart_and_looks_near(name):
     codes = model.identity_bank.weight.sum((2, 3))
     torch.testing.assert_close(codes.T @ codes, 900 * torch.eye(SLOTS + 1), atol=0.5, rtol=0)
     for bias in model.transformer.layers[0].short_term_attn.relative_emb_k.bias.view(-1, 15, 15):
-        assert bias.argmax() == 7 * 15 + 7 or bias[7, 7] > bias.max() - 0.2  # the random start may move the top a little
+        assert bias[7, 7] > bias.max() - 0.2  # the random start may move the top a little
         assert bias[7, 7] > bias[0].max() + 3
