@@ -23,6 +23,7 @@ def main(
     freeze: list[str] | None = None,
     ease_start: bool = False,
     identity_shuffle: bool = True,
+    single_object: bool = False,
     init: str | None = None,
     init_partial: bool = False,
     resume: str = "auto",
@@ -76,6 +77,8 @@ def main(
         encoder_weights: ImageNet weights of the encoder.
         freeze_encoder: Train the rest of the network only.
         freeze: Keep also these parts as they are, by the first letters of their parameters' names (identity_bank).
+        single_object: Train on one object of each clip at a time, the others are background; fits models that track
+            every object by itself (see --group_size of utils/export.py).
         ease_start: Initialise for a training of few steps (see models/network.py).
         identity_shuffle: Give the objects of a clip random identities; a training of few steps does better without.
         init: Weights of the whole model to start from.
@@ -320,9 +323,7 @@ def set_rates(optimizer, step, s) -> float:
     from utils.schedule import learning_rate, set_learning_rate
 
     rate = learning_rate(step, s["total_steps"], s["lr"], s["lr_min"], s["warm_up_ratio"])
-    set_learning_rate(
-        optimizer, rate, s["lr_min"], s["lr_encoder_ratio"], freeze_identities=feeds_predictions(step, s)
-    )
+    set_learning_rate(optimizer, rate, s["lr_min"], s["lr_encoder_ratio"], freeze_identities=feeds_predictions(step, s))
     return rate
 
 
@@ -346,6 +347,8 @@ def gradients(fabric, model, stream, step, scoring, picturing, s):
     total, iou, names, pictures = torch.zeros((), device=fabric.device), torch.zeros((), device=fabric.device), [], None
     for part in range(s["accumulation"]):
         batch = next(stream)
+        if s["single_object"]:
+            choose_object(batch)
         frames, labels, num_objects = batch["frames"], batch["labels"], batch["num_objects"]
         order = identity_permutations(s["seed"], batch["items"], SLOTS).to(fabric.device)
         with fabric.no_backward_sync(model, enabled=part < s["accumulation"] - 1):
@@ -373,9 +376,7 @@ def update(fabric, state, s):
     """One step of optimiser and average, unless the gradient is not finite; its norm before clipping."""
     import torch
 
-    norm = fabric.clip_gradients(
-        state["model"], state["optimizer"], max_norm=s["clip_norm"], error_if_nonfinite=False
-    )
+    norm = fabric.clip_gradients(state["model"], state["optimizer"], max_norm=s["clip_norm"], error_if_nonfinite=False)
     finite = torch.isfinite(norm)  # after the reduction: the same on every process
     if finite or scaler_of(fabric) is not None:  # a scaler leaves the step out itself, and learns from it
         state["optimizer"].step()
@@ -421,6 +422,19 @@ def validate(fabric, state, validation, s) -> dict[str, float]:
     raw.train()
     loss, iou, count = fabric.all_reduce(total, reduce_op="sum").tolist()
     return {"val_loss": loss / count, "val_iou": iou / count}
+
+
+def choose_object(batch):
+    """Keep one object of each clip as object 1, in turn by the clip's item; ignored pixels stay ignored."""
+    import torch
+
+    from utils.losses import IGNORE
+
+    labels, objects = batch["labels"], batch["num_objects"]
+    chosen = torch.tensor(batch["items"], device=objects.device) % objects + 1
+    one = (labels == chosen.view(-1, 1, 1, 1)).to(labels.dtype)
+    batch["labels"] = torch.where(labels == IGNORE, labels, one)
+    batch["num_objects"] = torch.ones_like(objects)
 
 
 def score(raw, logits, batch):

@@ -37,6 +37,8 @@ class VOSNetwork(nn.Module):
         train_memory_gap, test_memory_gap: every how many frames one enters the long-term memory beside the reference
             frames; None keeps reference frames only.
         max_long_edge: frames are shrunk to it when tracking, unless the tracker is told otherwise.
+        group_size: objects that are tracked together, at most 10; a model that was trained on few objects at once
+            tells fewer apart, at the price of a pass through transformer and decoder for every group.
         width: channels of the transformer's tokens.
     """
 
@@ -51,6 +53,7 @@ class VOSNetwork(nn.Module):
         train_memory_gap: int | None,
         test_memory_gap: int | None,
         max_long_edge: int,
+        group_size: int = SLOTS,
         width: int = 256,
     ):
         super().__init__()
@@ -65,7 +68,7 @@ class VOSNetwork(nn.Module):
         self.identity_norm = nn.LayerNorm(width) if identity_norm else nn.Identity()
         self.align_corners = align_corners
         self.train_memory_gap, self.test_memory_gap = train_memory_gap, test_memory_gap
-        self.max_long_edge = max_long_edge
+        self.max_long_edge, self.group_size = max_long_edge, group_size
         self._folded: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the module's state
         encoder.freeze_first_stage()
 

@@ -21,6 +21,7 @@ class ModelSettings:
     align_corners: bool = True
     memory_gap_train: int | None = None
     memory_gap_test: int | None = None
+    group_size: int = 10  # objects tracked together; they share an identity bank
     max_long_edge: int = 1040  # frames are shrunk to it for the network; 1.3 x 800 in the published evaluation
 
 
@@ -107,6 +108,7 @@ def build_model(name: str, **overrides: object) -> nn.Module:
             train_memory_gap=settings.memory_gap_train,
             test_memory_gap=settings.memory_gap_test,
             max_long_edge=settings.max_long_edge,
+            group_size=settings.group_size,
         )
         model.name, model.settings = name.lower(), settings
         # Tokens lie channels last in memory, so that the convolutions that meet them need no reordering.

@@ -1,4 +1,4 @@
-"""State of one video at one network input size: groups of up to ten objects, each with memory of its own."""
+"""State of one video at one network input size: groups of objects, each group with memory of its own."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.aot import Entry
 from models.memory import LongTermMemory
-from models.network import SLOTS, Features, VOSNetwork
+from models.network import Features, VOSNetwork
 
 
 @dataclass
@@ -26,7 +26,8 @@ class Group:
 class Session:
     """Reads and writes the memory of one video.
 
-    Slots are numbered through: slot s (from 0) lies in group s // 10. Label maps hold slot + 1, 0 the background.
+    Slots are numbered through: slot s (from 0) lies in group s // network.group_size. Label maps hold slot + 1, 0 the
+    background.
 
     Args:
         network: shared by any number of sessions, never changed.
@@ -36,6 +37,7 @@ class Session:
 
     def __init__(self, network: VOSNetwork, gap: int | None, max_memory_frames: int | None):
         self.network, self.gap, self.max_memory_frames = network, gap, max_memory_frames
+        self.group_size = network.group_size
         self.groups: dict[int, Group] = {}
 
     def read(self, features: Features) -> dict[int, Tensor]:
@@ -77,11 +79,11 @@ class Session:
         Args:
             slots: all slots that hold an object from now on.
         """
-        for number in sorted({slot // SLOTS for slot in slots}):
+        for number in sorted({slot // self.group_size for slot in slots}):
             if number not in self.groups:
                 self.groups[number] = Group(LongTermMemory(self.max_memory_frames))
             group = self.groups[number]
-            group.live = [slot % SLOTS + 1 for slot in slots if slot // SLOTS == number]
+            group.live = [slot % self.group_size + 1 for slot in slots if slot // self.group_size == number]
             identity = self._embed(self._local(label, number, group), group)
             _, pending = self.network.transformer(features.tokens, features.position, features.size, identity)
             group.short_term = self.network.transformer.complete(pending, identity)
@@ -92,9 +94,9 @@ class Session:
     def remove(self, slots: list[int]) -> None:
         """Forget objects; a group without objects gives its memory back."""
         for slot in slots:
-            group = self.groups.get(slot // SLOTS)
-            if group is not None and slot % SLOTS + 1 in group.live:
-                group.live.remove(slot % SLOTS + 1)
+            group = self.groups.get(slot // self.group_size)
+            if group is not None and slot % self.group_size + 1 in group.live:
+                group.live.remove(slot % self.group_size + 1)
         self.groups = {number: group for number, group in self.groups.items() if group.live}
 
     @property
@@ -124,8 +126,8 @@ class Session:
         """Label map (1, h, w) of all slots -> (h, w) uint8 places in the group: 0 background, then live slots."""
         table = torch.zeros(int(label.max()) + 1, dtype=torch.uint8, device=label.device)
         for position, slot in enumerate(group.live, start=1):
-            if number * SLOTS + slot < len(table):
-                table[number * SLOTS + slot] = position
+            if number * self.group_size + slot < len(table):
+                table[number * self.group_size + slot] = position
         return table[label[0].long()]
 
     def _embed(self, local: Tensor, group: Group) -> Tensor:

@@ -1,10 +1,12 @@
 """The network's training pass and its identities, apart from the reference's numbers."""
 
+import numpy as np
 import pytest
 import torch
 
-from models import build_model
+from models import Tracker, build_model
 from models.network import NO_OBJECT, SLOTS
+from train import choose_object
 from utils.heap import keep_freed_blocks
 
 
@@ -70,3 +72,30 @@ def test_ease_start_tells_identities_apart_and_looks_near(name):
     for bias in model.transformer.layers[0].short_term_attn.relative_emb_k.bias.view(-1, 15, 15):
         assert bias[7, 7] > bias.max() - 0.2  # the random start may move the top a little
         assert bias[7, 7] > bias[0].max() + 3
+
+
+def test_groups_of_one_track_every_object_by_itself():
+    """An object's own group sees the others as background: what one shows, all show, whatever their number."""
+    model = build_model("aott", group_size=1)
+    tracker = Tracker(model)
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 256, (3, 65, 81, 3), dtype=np.uint8)
+    mask = np.zeros((65, 81), np.uint8)
+    mask[5:30, 5:30], mask[35:60, 40:70], mask[40:50, 5:20] = 4, 9, 200
+    assert (tracker.step(frames[0], mask).labels == mask).all()
+    three = tracker.step(frames[1])
+    assert three.object_ids == [4, 9, 200] and three.probabilities.shape == (4, 65, 81)
+    assert len(tracker._sessions[0].groups) == 3
+    tracker.remove([9])
+    assert len(tracker._sessions[0].groups) == 2
+    assert tracker.step(frames[2]).object_ids == [4, 200]
+
+
+def test_one_object_of_a_clip():
+    labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+    labels[:, :, 0], labels[:, :, 1], labels[:, :, 2] = 1, 2, 255
+    batch = {"labels": labels, "num_objects": torch.tensor([2, 2]), "items": [10, 11]}
+    choose_object(batch)
+    assert batch["num_objects"].tolist() == [1, 1]
+    assert batch["labels"][0, 0, :, 0].tolist() == [1, 0, 255, 0]
+    assert batch["labels"][1, 0, :, 0].tolist() == [0, 1, 255, 0]

@@ -1,6 +1,6 @@
 """Weights for others: half the size, with the settings that suit them.
 
-    python -m utils.export --checkpoint runs/mine/checkpoints/ema_100000.safetensors --output mine.safetensors
+python -m utils.export --checkpoint runs/mine/checkpoints/ema_100000.safetensors --output mine.safetensors
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ def main(
     half: bool = True,
     max_long_edge: int | None = None,
     memory_gap: int | None = None,
+    group_size: int | None = None,
     debug: bool = False,
 ) -> None:
     """Write a weights file that eval.py, demo.py and Tracker take as it is.
@@ -26,6 +27,7 @@ def main(
         half: Store float16.
         max_long_edge: Long edge that frames are shrunk to by default; kept as it is when not given.
         memory_gap: Every how many frames one enters the long-term memory by default, 0: none; kept when not given.
+        group_size: Objects that are tracked together; kept when not given.
         debug: Show the traceback of an error.
     """
     from dataclasses import replace
@@ -33,7 +35,8 @@ def main(
     from utils.checkpoint import describe_weights, load_model, save_weights
 
     network = load_model(checkpoint, model)
-    changes = {"max_long_edge": max_long_edge} if max_long_edge is not None else {}
+    given = {"max_long_edge": max_long_edge, "group_size": group_size}
+    changes = {name: value for name, value in given.items() if value is not None}
     if memory_gap is not None:
         changes["memory_gap_test"] = memory_gap or None
     network.settings = replace(network.settings, **changes)
