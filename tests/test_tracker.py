@@ -126,6 +126,19 @@ def test_objects_of_a_group_do_not_depend_on_other_groups():
     torch.testing.assert_close(merged - merged[:1], within - within[:1], atol=1e-3, rtol=1e-3)
 
 
+@torch.inference_mode()
+def test_merged_background_is_where_every_group_sees_background():
+    tracker, size = Tracker(golden_model("aott")), (48, 64)
+    tracker.step(video(1)[0], squares(list(range(1, 14))))
+    session = tracker._sessions[0]
+    logits = {number: torch.randn(1, 11, 13, 17, generator=torch.Generator().manual_seed(number)) for number in (0, 1)}
+    scores = session.merge(logits, size)
+    assert scores.shape == (1, 14, *size)
+    parts = [session.network.resize(logits[number][:, : 1 + n], size).softmax(1) for number, n in ((0, 10), (1, 3))]
+    expected = torch.cat((parts[0][:, :1] * parts[1][:, :1], parts[0][:, 1:], parts[1][:, 1:]), dim=1)
+    torch.testing.assert_close(scores.sigmoid(), expected.clamp(1e-5, 1 - 1e-5))
+
+
 # Masks that come later.
 
 
@@ -594,22 +607,21 @@ def frames_in(memory: LongTermMemory) -> list[float]:
 
 
 def test_memory_keeps_references_the_newest_and_what_is_used():
-    memory = LongTermMemory(4)
+    memory = LongTermMemory(5)
     memory.add(entry(1.0), reference=True)
-    for value in (2.0, 3.0, 4.0):
+    for value in (2.0, 3.0, 4.0, 5.0):
         memory.add(entry(value), reference=False)
-    assert frames_in(memory) == [1, 2, 3, 4]
+    assert frames_in(memory) == [1, 2, 3, 4, 5]
     # The attention of this query goes to the frame with the largest key that agrees with it.
     query = torch.zeros(1, 2, 6, 4)
     query[..., 0] = 50.0
-    for value in range(5, 15):
+    for value in range(6, 16):
         memory.note_use(query, torch.ones(6))
         memory.add(entry(-float(value)), reference=False)
         held = frames_in(memory)
-        assert len(held) == 4 and 1 in held and -value in held
-    assert 4 in held, "the frame that all attention goes to"
-    bank = memory._store[0][0].shape[2]
-    assert bank == 4 * 3  # preallocated to the bound and no further
+        assert len(held) == 5 and 1 in held and -value in held
+    assert 5 in held, "the frame that all attention goes to"
+    assert memory._store[0][0].shape[2] == 5 * 3  # room for the bound and no further
 
 
 def test_memory_without_bound_keeps_all_in_order():
