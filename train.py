@@ -334,6 +334,7 @@ def feeds_predictions(step, s) -> bool:
 
 def gradients(fabric, model, stream, step, scoring, picturing, s):
     """Forward and backward over this process's clips of a step: loss, IoU, names of the clips, what a picture needs."""
+    import numpy as np
     import torch
 
     from models.network import SLOTS
@@ -341,12 +342,13 @@ def gradients(fabric, model, stream, step, scoring, picturing, s):
     from utils.losses import clip_loss, frame_losses
     from utils.schedule import reference_weight
 
-    # What is random in the network (drop path, dropout) comes from (seed, step, rank): a resumed run repeats it.
-    torch.manual_seed(s["seed"] + (step + 1) * 1009 + fabric.global_rank)
     weight = reference_weight(step, s["total_steps"], ratio=s["reference_loss_ratio"])
     total, iou, names, pictures = torch.zeros((), device=fabric.device), torch.zeros((), device=fabric.device), [], None
     for part in range(s["accumulation"]):
         batch = next(stream)
+        # What is random in the network (drop path, dropout) comes from here alone: a resumed run repeats it.
+        seeds = np.random.SeedSequence((s["seed"], step, part, fabric.global_rank))
+        torch.manual_seed(int(seeds.generate_state(1)[0]))
         if s["single_object"]:
             choose_object(batch)
         frames, labels, num_objects = batch["frames"], batch["labels"], batch["num_objects"]

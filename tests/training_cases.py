@@ -1,4 +1,4 @@
-"""Training runs small enough to be repeated: a folder of three short videos, a small encoder, clips of 65 x 65."""
+"""Training runs small enough to be repeated: a folder of three short videos, a small encoder, clips of 33 x 33."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +13,7 @@ from data.masks import write_mask
 OPTIONS: dict[str, Any] = {
     "datasets": [{"kind": "video", "max_gap": 2}],
     "encoder": "timm/test_efficientnet",
-    "crop": (65, 65),
+    "crop": (33, 33),
     "short_edge": 80,
     "frames": 3,
     "batch_size": 4,
@@ -57,7 +57,7 @@ def command_line(data: Path, output: Path, **options: Any) -> list[str]:
     """The options of the same run as words of a command line."""
     words = OPTIONS | {"data_root": data, "output_dir": output} | options
     words["datasets"] = "[{kind: video, max_gap: 2}]"
-    words["crop"] = "[65, 65]"
+    words["crop"] = "[33, 33]"
     return [word for name, value in words.items() for word in (f"--{name}", str(value))]
 
 

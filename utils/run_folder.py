@@ -2,6 +2,7 @@
 
 import csv
 import os
+import sys
 import zipfile
 from datetime import datetime
 from pathlib import Path
@@ -49,6 +50,7 @@ class RunFolder:
         """Print a line, and keep it with the time in train.log."""
         if self.writes:
             printer(line)
+            sys.stdout.flush()  # a log file is read while the run goes on
             with open(self.path / "train.log", "a") as file:
                 file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
@@ -120,7 +122,7 @@ class RunFolder:
             self._set_aside([step for step in self._steps() if step > state["step"]])
             table = self.path / "metrics.csv"
             columns, rows = _read_table(table)
-            kept = [row for row in rows if int(row["step"]) <= state["step"]]
+            kept = [row for row in rows if None not in row.values() and int(row["step"]) <= state["step"]]
             if len(kept) < len(rows):
                 _write_table(table, columns, kept)
         self.fabric.barrier()

@@ -1,5 +1,6 @@
 """How a run is asked to stop, and how all its processes come to the same answer."""
 
+import os
 import signal
 import threading
 import time
@@ -50,10 +51,21 @@ class StopRequest:
 
 
 def leave_stopping_to_parent() -> None:
-    """For loader processes: the training process ends them, once it has what it waits for.
+    """For loader processes: nobody but the training process ends them, once it has what it waits for.
 
-    A signal to the whole group (Ctrl-C, SLURM) reaches them too. Until this call, they have the training process's
-    handlers, which do no harm in a copy, but for a moment also PyTorch's own for SIGTERM, which ends them.
+    A signal to the whole group or job (Ctrl-C, SLURM) reaches them too, and a run whose loader dies cannot save. Until
+    this call they have the training process's handlers, which do no harm in a copy, but for a moment also PyTorch's
+    own for SIGTERM, which ends them.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # it tells who sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_wait_for_parent, name="wait-for-parent", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
