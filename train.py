@@ -23,7 +23,6 @@ def main(
     freeze: list[str] | None = None,
     ease_start: bool = False,
     identity_shuffle: bool = True,
-    single_object: bool = False,
     init: str | None = None,
     init_partial: bool = False,
     resume: str = "auto",
@@ -77,8 +76,6 @@ def main(
         encoder_weights: ImageNet weights of the encoder.
         freeze_encoder: Train the rest of the network only.
         freeze: Keep also these parts as they are, by the first letters of their parameters' names (identity_bank).
-        single_object: Train on one object of each clip at a time, the others are background; fits models that track
-            every object by itself (see --group_size of utils/export.py).
         ease_start: Initialise for a training of few steps (see models/network.py).
         identity_shuffle: Give the objects of a clip random identities; a training of few steps does better without.
         init: Weights of the whole model to start from.
@@ -349,8 +346,6 @@ def gradients(fabric, model, stream, step, scoring, picturing, s):
         # What is random in the network (drop path, dropout) comes from here alone: a resumed run repeats it.
         seeds = np.random.SeedSequence((s["seed"], step, part, fabric.global_rank))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
-        if s["single_object"]:
-            choose_object(batch)
         frames, labels, num_objects = batch["frames"], batch["labels"], batch["num_objects"]
         order = identity_permutations(s["seed"], batch["items"], SLOTS).to(fabric.device)
         with fabric.no_backward_sync(model, enabled=part < s["accumulation"] - 1):
@@ -424,19 +419,6 @@ def validate(fabric, state, validation, s) -> dict[str, float]:
     raw.train()
     loss, iou, count = fabric.all_reduce(total, reduce_op="sum").tolist()
     return {"val_loss": loss / count, "val_iou": iou / count}
-
-
-def choose_object(batch):
-    """Keep one object of each clip as object 1, in turn by the clip's item; ignored pixels stay ignored."""
-    import torch
-
-    from utils.losses import IGNORE
-
-    labels, objects = batch["labels"], batch["num_objects"]
-    chosen = torch.tensor(batch["items"], device=objects.device) % objects + 1
-    one = (labels == chosen.view(-1, 1, 1, 1)).to(labels.dtype)
-    batch["labels"] = torch.where(labels == IGNORE, labels, one)
-    batch["num_objects"] = torch.ones_like(objects)
 
 
 def score(raw, logits, batch):

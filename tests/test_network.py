@@ -6,7 +6,6 @@ import torch
 
 from models import Tracker, build_model
 from models.network import NO_OBJECT, SLOTS
-from train import choose_object
 from utils.heap import keep_freed_blocks
 
 
@@ -89,13 +88,3 @@ def test_groups_of_one_track_every_object_by_itself():
     tracker.remove([9])
     assert len(tracker._sessions[0].groups) == 2
     assert tracker.step(frames[2]).object_ids == [4, 200]
-
-
-def test_one_object_of_a_clip():
-    labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
-    labels[:, :, 0], labels[:, :, 1], labels[:, :, 2] = 1, 2, 255
-    batch = {"labels": labels, "num_objects": torch.tensor([2, 2]), "items": [10, 11]}
-    choose_object(batch)
-    assert batch["num_objects"].tolist() == [1, 1]
-    assert batch["labels"][0, 0, :, 0].tolist() == [1, 0, 255, 0]
-    assert batch["labels"][1, 0, :, 0].tolist() == [0, 1, 255, 0]
