@@ -72,12 +72,14 @@ class VOS:
 
     def __init__(self, model: "str | VOSNetwork | None" = None, checkpoint: str | Path | None = None):
         from utils.checkpoint import load_model, load_weights
+        from utils.wandb_run import without_wandb
 
         self.metrics: list[dict[str, float]] = []
         if model is None and checkpoint is None:
             checkpoint = ROOT / "assets" / "starter.safetensors"
         if model is None or isinstance(model, str):
-            self.model = load_model(checkpoint, model)
+            with without_wandb():
+                self.model = load_model(checkpoint, model)
         elif not hasattr(model, "settings"):
             raise InputError(f"model: a {type(model).__name__} is neither a name nor a network of models.build_model")
         else:
@@ -153,7 +155,8 @@ class VOS:
         """Evaluate the model as eval.py does; several devices get a process each.
 
         Args:
-            dataset, split, options: of eval.py by name. Without `output_dir` the results get a new folder in runs/.
+            dataset, split, options: of eval.py by name. Without `output_dir` the results get a new folder in runs/;
+                without `threads` a process keeps the number that it has.
 
         Returns:
             The content of scores.json; None where there are no true masks and on other ranks than 0 of a launcher.
@@ -301,9 +304,12 @@ def _train(fabric: "Fabric", report: Callable, model: "VOSNetwork", settings: di
 
 def _evaluate(fabric: "Fabric", report: Callable, model: "VOSNetwork", weights: dict, plan: tuple) -> dict | None:
     """The part of one process in an evaluation."""
+    import torch
+
     from utils.evaluation import evaluate
 
-    return evaluate(fabric, model, weights, *plan)
+    *asked, threads = plan
+    return evaluate(fabric, model, weights, *asked, threads or torch.get_num_threads())
 
 
 def _numbers(row: dict[str, str]) -> dict[str, float]:

@@ -257,7 +257,7 @@ def train_in_group(rank: int, world_size: int, videos: Path, output: Path) -> tu
 
 
 def test_a_launcher_gives_the_group(gloo_pool, videos, runs, tmp_path):
-    assert gloo_pool.run(train_in_group, videos, tmp_path / "out") == [
+    assert gloo_pool.run(train_in_group, videos, tmp_path / "out", timeout=400) == [
         ("TrainResult", 2, 2, [1, 2]), ("TrainResult", 2, 2, [])
     ]
     assert not list((tmp_path / "temporary").glob("vos_workers*"))
@@ -355,15 +355,15 @@ def test_models_of_a_call(tmp_path):
         VOS("aott", checkpoint=tmp_path / "none.safetensors")
 
 
-def test_quickstart_notebook(temporary):
+def test_quickstart_notebook(temporary, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     path = ROOT / "examples" / "quickstart.ipynb"
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert "step 4" in printed and "J&F" in printed
+    assert "(4, 'ema_4.safetensors', " in str(outputs) and "J&F" in str(outputs)
     assert gone(temporary)

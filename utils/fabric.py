@@ -155,7 +155,8 @@ def worker_variables(rank: int, processes: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}
     return (
-        {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+        # Threads that wait actively would take the cores from each other as soon as they are shared.
+        {"OMP_NUM_THREADS": str(max(1, cores // processes)), "OMP_WAIT_POLICY": "PASSIVE"}
         | kept
         | {"TORCHELASTIC_RUN_ID": "vos"}
         | {name: str(value) for name, value in own.items()}

@@ -28,6 +28,7 @@ from typing import Any
 from utils.errors import InputError
 from utils.fabric import make_fabric, worker_variables
 from utils.stop import STOP_SIGNALS
+from utils.wandb_run import without_wandb
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.2
@@ -213,7 +214,8 @@ def _work(folder: Path, rank: int, pipe: Connection) -> None:
             rank=rank,
             world_size=content["processes"],
         )
-        arguments = {name: pickle.loads(value) for name, value in content["arguments"].items()}
+        with without_wandb():  # where a model brings its modules along
+            arguments = {name: pickle.loads(value) for name, value in content["arguments"].items()}
         result = fabric.launch(content["function"], _reporter(pipe, rank), **arguments)
         pipe.send(("result", result))
     except BaseException as error:
