@@ -14,6 +14,8 @@ from utils.stop import leave_stopping_to_parent
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
+PREFETCH = 4  # batches that each loader process holds ready
+
 
 class StepSampler:
     """Batch sampler whose batches are a function of the step alone.
@@ -97,7 +99,7 @@ def make_loader(fabric: "Fabric", dataset: Dataset, sampler: StepSampler, worker
         num_workers=workers,
         worker_init_fn=_start_worker,
         pin_memory=cuda,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=PREFETCH if workers else None,
         persistent_workers=False,  # one pass over the sampler is the whole run
         # Decoded sources are shared with forked workers; CUDA forbids forking after its start only in the child.
         multiprocessing_context="fork" if workers and hasattr(os, "fork") else None,
