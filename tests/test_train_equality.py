@@ -13,7 +13,7 @@ from training_cases import checkpoint, difference, run, tensors, without_drops, 
 
 from utils.loading import StepSampler
 
-SMALL = {"crop": (33, 33), "log_every": 1, "save_every": 10}
+SMALL = {"log_every": 1, "save_every": 10}
 # A shift of all keys changes no attention: this gradient is 0, and AdamW makes steps of what rounding leaves of it.
 WITHOUT_GRADIENT = "self_attn.linear_K.bias"
 
@@ -41,7 +41,7 @@ def runs(gloo_pool, videos: Path, folder: Path, **options) -> dict[str, Path]:
     folders = {name: folder / name for name in ("one", "passes", "two")}
     run_rank(0, 1, videos, folders["one"], options)
     run_rank(0, 1, videos, folders["passes"], options | {"accumulation": 2})
-    gloo_pool.run(run_rank, videos, folders["two"], options)
+    gloo_pool.run(run_rank, videos, folders["two"], options, timeout=600)
     return folders
 
 
