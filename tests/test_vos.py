@@ -58,7 +58,7 @@ def processes_with(text: str) -> list[int]:
 def gone(folder: Path) -> bool:
     """Whether workers with temporary files in `folder` have all ended and left nothing there, after a while."""
     deadline = time.monotonic() + 30
-    while processes_with(f"{folder}/vos_workers") or list(folder.glob("vos_workers*")):
+    while processes_with(f"{folder}/vos_") or list(folder.glob("vos_*")):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -234,7 +234,7 @@ def test_two_programs_at_once_without_main_guard_and_at_a_prompt(videos, tempora
     for line in prompt.stdout:
         if "step 2" in line:
             break
-    assert len(processes_with(f"{tmp_path / 'prompt' / 'tmp'}/vos_workers")) == 2
+    assert len(processes_with(f"{tmp_path / 'prompt' / 'tmp'}/vos_")) == 2
     prompt.kill()
     prompt.wait()
     prompt.stdout.close()
@@ -260,7 +260,7 @@ def test_a_launcher_gives_the_group(gloo_pool, videos, runs, tmp_path):
     assert gloo_pool.run(train_in_group, videos, tmp_path / "out", timeout=400) == [
         ("TrainResult", 2, 2, [1, 2]), ("TrainResult", 2, 2, [])
     ]
-    assert not list((tmp_path / "temporary").glob("vos_workers*"))
+    assert not list((tmp_path / "temporary").glob("vos_*"))
 
 
 def test_what_cannot_travel_is_refused_by_name(videos, tmp_path, monkeypatch):

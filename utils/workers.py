@@ -67,7 +67,7 @@ def run_workers(
     """
     content = {"function": function, "arguments": _pack(arguments), "fabric": fabric_options, "processes": processes}
     specification = pickle.dumps(content)
-    folder = Path(tempfile.mkdtemp(prefix="vos_workers_"))
+    folder = Path(tempfile.mkdtemp(prefix="vos_"))
     workers: list[_Worker] = []
     try:
         (folder / "specification").write_bytes(specification)
@@ -91,12 +91,14 @@ class _Worker:
     def __init__(self, folder: Path, rank: int, processes: int):
         self.rank, self.result = rank, None
         self.pipe, theirs = Pipe()
-        # Modules are looked for where the caller finds them, not first in the working directory (-P).
+        # Modules are looked for where the caller finds them, not first in the working directory (-P). Temporary files
+        # of the worker and its libraries go where the caller removes them.
         path = os.pathsep.join([str(ROOT), *(entry or os.getcwd() for entry in sys.path)])
+        variables = worker_variables(rank, processes) | {"PYTHONPATH": path, "TMPDIR": str(folder)}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "utils.workers", str(folder), str(rank), str(theirs.fileno())],
-                env=worker_variables(rank, processes) | {"PYTHONPATH": path},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
