@@ -278,18 +278,18 @@ def test_five_in_a_row_end_the_run(videos, tmp_path):
 
 
 def test_scaler_that_starts_too_high_is_no_failure(videos, tmp_path):
-    """16-mixed with a factor that overflows six times: the steps are left out, the factor falls, the run goes on."""
+    """16-mixed with a factor that overflows at first: the steps are left out, the factor falls, the run goes on."""
     from lightning_fabric import Fabric
     from lightning_fabric.plugins import MixedPrecision
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**23, growth_interval=1000)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler))
-    options = {"total_steps": 40, "batch_size": 1, "frames": 2}
+    options = {"total_steps": 10, "batch_size": 1, "frames": 2}
     launch(fabric, train.setup, settings_of(videos, tmp_path, **options))
-    end = checkpoint(tmp_path, 40)
+    end = checkpoint(tmp_path, 10)
     assert "skipped" not in (tmp_path / "train.log").read_text()
-    assert 5 < 40 - end["ema"]["updates"] < 40
-    assert end["scaler"]["scale"] == 2.0**40 * 0.5 ** (40 - end["ema"]["updates"])
+    left_out = 10 - end["ema"]["updates"]
+    assert 5 < left_out < 10 and end["scaler"]["scale"] == 2.0 ** (23 - left_out)
     assert all(torch.isfinite(value).all() for value in tensors(end["model"]).values())
 
 
@@ -391,15 +391,11 @@ def test_wandb_offline_without_a_key(videos, tmp_path, monkeypatch):
 def test_wandb_that_fails_is_one_line(tmp_path, monkeypatch, capsys):
     from utils.wandb_run import WandbRun
 
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    blocked = tmp_path / "file"
-    blocked.write_text("no folder")
-    run = WandbRun(blocked, {})
+    monkeypatch.setenv("WANDB_API_KEY", "no key of theirs")
+    run = WandbRun(tmp_path, {})
     run.log({"step": 1, "loss": 1.0})
     run.finish()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb is off")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb is off from here: ")]
     assert len(lines) == 1
 
 
