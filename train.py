@@ -16,7 +16,7 @@ def main(
     data_root: str,
     output_dir: str,
     datasets: list[str | dict[str, Any]],
-    model: str = "aott",
+    model: str | None = None,
     encoder: str | None = None,
     encoder_weights: str | None = None,
     freeze_encoder: bool = False,
@@ -71,7 +71,7 @@ def main(
         data_root: Folder that the data sets lie in.
         output_dir: Gets config.yaml, metrics.csv, checkpoints/, pictures/ and train.log.
         datasets: Names in configs/data or descriptions (see data/training.py).
-        model: A published model (aott, r50_deaotl, ...).
+        model: A published model (aott, r50_deaotl, ...); default: that of --init where the file says it, else aott.
         encoder: Another encoder for it: mobilenetv2, resnet50, resnet101, resnest101, swin_base or timm/<name>.
         encoder_weights: ImageNet weights of the encoder.
         freeze_encoder: Train the rest of the network only.
@@ -150,7 +150,7 @@ def setup(
 
     from data.training import open_training_data
     from models import build_model
-    from utils.checkpoint import load_encoder, load_weights
+    from utils.checkpoint import load_encoder, load_model, load_weights
     from utils.fabric import end_together
     from utils.loading import StepSampler, make_loader
     from utils.run_folder import RunFolder
@@ -166,7 +166,11 @@ def setup(
     random_weights = model is None and not (s["encoder_weights"] or s["init"])
     if model is None:
         with without_wandb():
-            model = build_model(s["model"], **({"encoder": s["encoder"]} if s["encoder"] else {}))
+            if s["init"] and not s["encoder"] and not s["init_partial"]:
+                model = load_model(s["init"], s["model"])  # our own files know their encoder and other settings
+            else:
+                model = build_model(s["model"] or "aott", **({"encoder": s["encoder"]} if s["encoder"] else {}))
+    s["model"] = model.name
     fill_in(s, model.settings)
     s["crop"] = model.input_size(*s["crop"])
 

@@ -21,7 +21,7 @@ from training_cases import OPTIONS, checkpoint, command_line, difference, run, t
 import train
 import utils.cli
 from models import build_model
-from utils.checkpoint import load_weights, save_weights
+from utils.checkpoint import load_model, load_weights, save_weights
 from utils.errors import InputError
 from utils.fabric import launch, make_fabric
 from utils.progress import Progress
@@ -188,6 +188,17 @@ def test_checkpoints_that_do_not_fit(videos, half, tmp_path):
     for path in (broken, tmp_path / "nowhere.ckpt"):
         with pytest.raises(InputError, match=f"--resume {path}: not a whole checkpoint"):
             run(videos, half, resume=str(path))
+
+
+def test_own_weights_know_their_model(videos, tmp_path):
+    init = tmp_path / "init.safetensors"
+    save_weights(build_model("deaott", encoder=OPTIONS["encoder"]), init)
+    small = {"init": str(init), "encoder": None, "total_steps": 1, "batch_size": 1, "frames": 2}
+    folder = run(videos, tmp_path / "run", **small)
+    assert load_model(folder / "checkpoints" / "ema_1.safetensors").settings.encoder == OPTIONS["encoder"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"] == "deaott"
+    with pytest.raises(InputError, match="holds a deaott, --model says aott"):
+        run(videos, tmp_path / "other", model="aott", **small)
 
 
 def test_newest_checkpoints_are_kept(videos, tmp_path):
