@@ -43,9 +43,10 @@ def attend_window(
     """Attention of every token to the WINDOW x WINDOW neighbourhood of its own place (AOT paper, section 4.2).
 
     logits = q k' / sqrt(d) + position_logits; positions outside the map take no part in the softmax;
-    output = weights v + weights position_values'. One row of queries at a time meets the WINDOW rows of keys around
-    it in a dense product; the wanted diagonals of that product are a strided view of it, so that neither keys nor
-    values are copied per position, in the backward pass neither.
+    output = weights v + weights position_values'. Rows of queries meet rows of keys in dense products; the wanted
+    diagonals of these are a strided view of them, so that neither keys nor values are copied per position, in the
+    backward pass neither. On the CPU one row of queries at a time meets the WINDOW rows of keys around it, which stays
+    in cache; elsewhere all rows of queries meet the keys one window row after the other, in a few large kernels.
 
     Args:
         q: (b, h, n, d) with n = height * width.
@@ -63,10 +64,11 @@ def attend_window(
     inputs = (q, k, v.to(q.dtype), position_logits.to(q.dtype), position_values)
     # Asked here: inside the function, parameters ask for a gradient in inference too.
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return _WindowAttention.apply(*inputs, size, needs_grad)
+    form = _WindowByQueryRows if q.device.type == "cpu" else _WindowByKeyRows
+    return form.apply(*inputs, size, needs_grad)
 
 
-class _WindowAttention(torch.autograd.Function):
+class _WindowByQueryRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, position_logits, position_values, size, needs_grad):
         height, width = size
@@ -134,6 +136,97 @@ class _WindowAttention(torch.autograd.Function):
 
         d_keys, d_values = tokens(_crop(d_keys)), tokens(_crop(d_values))
         return tokens(d_queries), d_keys, d_values, tokens(d_bias), d_position_values, None, None
+
+
+class _WindowByKeyRows(torch.autograd.Function):
+    """Maps are kept as (row, batch and head, column, channel): the rows that all queries meet in window row r are then
+    one contiguous block, a single batched product."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, position_logits, position_values, size, needs_grad):
+        height, width = size
+        b = q.shape[0]
+        scale = q.shape[-1] ** -0.5
+        keys, values = _pad_rows(k, size), _pad_rows(v, size)
+        queries, bias = (rearrange(x, "b h (y x) i -> y (b h) x i", y=height) for x in (q, position_logits))
+        if position_values is not None:
+            position_values = position_values.transpose(-2, -1)
+        queries = queries.flatten(0, 1)
+        dense, diagonals = _bands(queries)
+        for r in range(WINDOW):
+            torch.bmm(queries, keys[r : r + height].flatten(0, 1).transpose(-2, -1), out=dense[r])
+        logits = torch.add(bias.flatten(0, 1), diagonals.flatten(-2), alpha=scale).unflatten(0, (height, -1))
+        weights = torch.softmax(logits.masked_fill_(_outside(height, width, q.device)[:, None], -torch.inf), dim=-1)
+        dense.zero_()
+        diagonals.copy_(weights.flatten(0, 1).unflatten(-1, (WINDOW, WINDOW)))
+        out = values.new_zeros(len(queries), width, values.shape[-1])
+        for r in range(WINDOW):
+            out.baddbmm_(dense[r], values[r : r + height].flatten(0, 1))
+        if position_values is not None:
+            out += _per_head_rows(weights, position_values, b)
+        if needs_grad:
+            ctx.save_for_backward(queries, keys, values, weights, position_values)
+            ctx.size, ctx.batch = size, b
+        return rearrange(out, "(y b h) x e -> b h (y x) e", y=height, b=b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        queries, keys, values, weights, position_values = ctx.saved_tensors
+        (height, _), b = ctx.size, ctx.batch
+        scale = queries.shape[-1] ** -0.5
+        d_out = rearrange(grad, "b h (y x) e -> (y b h) x e", y=height).contiguous()
+        dense, diagonals = _bands(queries)
+        for r in range(WINDOW):
+            torch.bmm(d_out, values[r : r + height].flatten(0, 1).transpose(-2, -1), out=dense[r])
+        row, d_row = weights.flatten(0, 1), diagonals.flatten(-2)
+        d_position_values = None
+        if position_values is not None:
+            rows = d_out.unflatten(0, (height, -1))
+            d_row = d_row + _per_head_rows(rows, position_values.transpose(-2, -1), b)
+            d_position_values = torch.einsum(
+                "ybhxe,ybhxp->hep", rows.unflatten(1, (b, -1)), weights.unflatten(1, (b, -1))
+            )
+        d_logits = row * (d_row - (row * d_row).sum(-1, keepdim=True))
+        d_queries, d_keys, d_values = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        dense.zero_()
+        diagonals.copy_(row.unflatten(-1, (WINDOW, WINDOW)))
+        for r in range(WINDOW):
+            d_values[r : r + height].flatten(0, 1).baddbmm_(dense[r].transpose(-2, -1), d_out)
+        diagonals.copy_(d_logits.unflatten(-1, (WINDOW, WINDOW)))
+        for r in range(WINDOW):
+            d_queries.baddbmm_(dense[r], keys[r : r + height].flatten(0, 1), alpha=scale)
+            d_keys[r : r + height].flatten(0, 1).baddbmm_(dense[r].transpose(-2, -1), queries, alpha=scale)
+
+        def tokens(x: Tensor) -> Tensor:
+            return rearrange(x, "y (b h) x i -> b h (y x) i", b=b)
+
+        margin = WINDOW // 2
+        d_keys, d_values = (x[margin:-margin, :, margin:-margin] for x in (d_keys, d_values))
+        d_queries, d_logits = (x.unflatten(0, (height, -1)) for x in (d_queries, d_logits))
+        return tokens(d_queries), tokens(d_keys), tokens(d_values), tokens(d_logits), d_position_values, None, None
+
+
+def _pad_rows(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """(b, h, n, d) tokens -> (height + 14, b * h, width + 14, d) map with zeros around it."""
+    margin = WINDOW // 2
+    rows = rearrange(x, "b h (y x) d -> y (b h) x d", y=size[0])
+    return F.pad(rows, (0, 0, margin, margin, 0, 0, margin, margin))
+
+
+def _bands(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices (WINDOW, rows, width, padded width), one a window row, and the view (rows, width, WINDOW, WINDOW) of
+    their bands: entry (n, x, r, c) of the view is entry (r, n, x, x + c) of the matrices."""
+    rows, width, _ = queries.shape
+    padded = width + WINDOW - 1
+    dense = queries.new_empty(WINDOW, rows, width, padded)
+    strides = (width * padded, padded + 1, rows * width * padded, 1)
+    return dense, dense.as_strided((rows, width, WINDOW, WINDOW), strides)
+
+
+def _per_head_rows(x: Tensor, weight: Tensor, b: int) -> Tensor:
+    """(rows, b * h, n, i) times a matrix a head (h, i, j) -> (rows * b * h, n, j)."""
+    return (x.unflatten(1, (b, -1)) @ weight).flatten(0, 2)
 
 
 def _pad(x: Tensor, size: tuple[int, int]) -> Tensor:

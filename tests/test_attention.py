@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.attention import WINDOW, attend, attend_window
+from models.attention import WINDOW, _WindowByKeyRows, attend, attend_window
 
 NAMES = ("q", "k", "v", "position_logits", "position_values")
 SIZES = list(itertools.product(range(1, 10), range(1, 18)))  # up to wider than the window
@@ -48,6 +48,16 @@ def attend_window_oracle(
     return torch.stack(rows, dim=2)
 
 
+def attend_window_by_key_rows(
+    q: Tensor, k: Tensor, v: Tensor, size: tuple[int, int], position_logits: Tensor, position_values: Tensor | None
+) -> Tensor:
+    """The form that the CPU does not take by itself."""
+    return _WindowByKeyRows.apply(q, k, v, position_logits, position_values, size, torch.is_grad_enabled())
+
+
+FORMS = {"query rows": attend_window, "key rows": attend_window_by_key_rows}
+
+
 def window_inputs(
     size: tuple[int, int], batch: int, heads: int, width: int, value_width: int, with_values: bool
 ) -> list[Tensor | None]:
@@ -78,8 +88,8 @@ def check_window(size: tuple[int, int], batch: int, heads: int, value_width: int
     inputs = window_inputs(size, batch, heads, 4, value_width, with_values)
     expected, expected_gradients = value_and_gradients(attend_window_oracle, inputs, size)
     single = [None if x is None else x.detach().float().requires_grad_() for x in inputs]
-    for given, tolerance in ((inputs, 1e-10), (single, 1e-5)):
-        out, gradients = value_and_gradients(attend_window, given, size)
+    for (given, tolerance), form in itertools.product(((inputs, 1e-10), (single, 1e-5)), FORMS):
+        out, gradients = value_and_gradients(FORMS[form], given, size)
         assert out.dtype == given[0].dtype and out.shape == expected.shape
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         for name, gradient in gradients.items():
@@ -88,7 +98,7 @@ def check_window(size: tuple[int, int], batch: int, heads: int, value_width: int
                 expected_gradients[name],
                 atol=tolerance,
                 rtol=tolerance,
-                msg=lambda text, name=name: f"gradient of {name}, size {size}: {text}",
+                msg=lambda text, name=name, form=form: f"gradient of {name}, {form}, size {size}: {text}",
             )
 
 
@@ -109,12 +119,13 @@ def test_window_of_every_shape(size):
 
 
 @pytest.mark.parametrize("with_values", [False, True])
-def test_window_gradcheck(with_values):
+@pytest.mark.parametrize("form", FORMS)
+def test_window_gradcheck(form, with_values):
     size = (2, 3)
     inputs = window_inputs(size, 2, 2, 2, 3, with_values)
     # Far positions of the window never lie inside so small a map: their zero gradients are checked along.
     assert torch.autograd.gradcheck(
-        lambda q, k, v, logits, *values: attend_window(q, k, v, size, logits, *(values or (None,))),
+        lambda q, k, v, logits, *values: FORMS[form](q, k, v, size, logits, *(values or (None,))),
         [x for x in inputs if x is not None],
         fast_mode=True,
     )
@@ -254,6 +265,29 @@ class Allocations(TorchDispatchMode):
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (3, 20), (17, 9)], ids=str)
+def test_attentions_on_a_gpu(size, dtype, tolerance):
+    for with_values in (False, True):
+        inputs = window_inputs(size, 2, 2, 16, 32, with_values)
+        expected, expected_gradients = value_and_gradients(attend_window_oracle, inputs, size)
+        given = [None if x is None else x.detach().to("cuda", dtype).requires_grad_() for x in inputs]
+
+        def on_gpu(*arguments):
+            return attend_window(*arguments).double().cpu()
+
+        out, gradients = value_and_gradients(on_gpu, given, size)
+        torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+        for name, gradient in gradients.items():
+            assert (gradient.double().cpu() - expected_gradients[name]).norm() <= tolerance * (
+                1e-6 + expected_gradients[name].norm()
+            ), name
+        q, k, v = (x.detach() for x in given[:3])
+        expected = attend_oracle(*(x.detach() for x in inputs[:3]))
+        torch.testing.assert_close(attend(q, k, v).double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("value_width", [32, 96])
