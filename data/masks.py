@@ -15,6 +15,7 @@ or on request snapped to its main values. Only ground truth of a benchmark knows
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,11 @@ class Mask:
     labels: np.ndarray
     colors: dict[int, tuple[int, int, int]] | None = None
     changed_pixels: int = 0
+
+
+def id_color(object_id: int) -> tuple[int, int, int]:
+    """(r, g, b) in which `overlay` paints an id."""
+    return tuple(_voc_colors()[object_id].tolist())
 
 
 @cache
@@ -185,7 +191,12 @@ def read_mask_folder(folder: str | Path, frame_names: list[str] | None) -> dict[
     return {file.stem: file for file in files}
 
 
-def overlay(image: np.ndarray, labels: np.ndarray, alpha: float = 0.5) -> np.ndarray:
+def overlay(
+    image: np.ndarray,
+    labels: np.ndarray,
+    alpha: float = 0.5,
+    colors: Mapping[int, tuple[int, int, int]] | None = None,
+) -> np.ndarray:
     """Paint objects over a picture: a tint of strength `alpha` inside, the full colour along the outline.
 
     Every id has a colour of its own (the VOC colours, of which the DAVIS palette keeps the first 21).
@@ -193,18 +204,23 @@ def overlay(image: np.ndarray, labels: np.ndarray, alpha: float = 0.5) -> np.nda
     Args:
         image: (H, W, 3) uint8 RGB.
         labels: (H, W) integers.
+        colors: (r, g, b) of ids that get another colour.
 
     Returns:
         A new (H, W, 3) uint8 picture.
     """
     import cv2
 
+    table = _voc_colors()
+    if colors:
+        table = table.copy()
+        table[list(colors)] = list(colors.values())
     if labels.max(initial=0) < 256:
         labels = np.ascontiguousarray(labels, np.uint8)
-        color = cv2.LUT(cv2.cvtColor(labels, cv2.COLOR_GRAY2RGB), _voc_colors()[:256, None])
+        color = cv2.LUT(cv2.cvtColor(labels, cv2.COLOR_GRAY2RGB), table[:256, None])
     else:
         labels = np.ascontiguousarray(labels, np.uint16)
-        color = _voc_colors()[labels]
+        color = table[labels]
     out = image.copy()
     cv2.copyTo(cv2.addWeighted(image, 1 - alpha, color, alpha, 0), cv2.compare(labels, 0, cv2.CMP_NE), out)
     return cv2.copyTo(color, cv2.compare(cv2.erode(labels, _BLOCK), labels, cv2.CMP_NE), out)

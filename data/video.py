@@ -170,13 +170,16 @@ class _Video(FrameSource):
 
 
 @contextmanager
-def _open_stream(path: Path) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
+def _open_stream(
+    path: Path, formats: str | None = None
+) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
     import av
 
+    options = {"protocol_whitelist": "file"} | ({"format_whitelist": formats} if formats else {})
     try:
         # "file:" keeps FFmpeg from reading a protocol or a number pattern into the name, the whitelist keeps playlists
         # from fetching anything.
-        container = av.open(f"file:{path}", options={"protocol_whitelist": "file"}, metadata_errors="replace")
+        container = av.open(f"file:{path}", options=options, metadata_errors="replace")
     except (av.FFmpegError, OSError) as error:
         raise InputError(f"{path}: not a readable video ({error.strerror}); give a video or a frame folder") from error
     with container:
