@@ -35,8 +35,14 @@ def main(
     max_long_edge: int | None = None,
     long_term_gap: int | None = None,
     max_memory_frames: int | None = MEMORY_FRAMES,
+    compile: bool = False,
     fps: float = 24,
     snap_colors: bool = False,
+    web: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    upload_limit: int = 4096,
+    proposer: str | None = None,
     accelerator: str = "auto",
     devices: int | str | list[int] = 1,
     strategy: str = "auto",
@@ -60,36 +66,59 @@ def main(
         max_long_edge: Frames are shrunk to this long edge for the model; results keep the input's size.
         long_term_gap: Every n-th frame enters the long-term memory.
         max_memory_frames: Largest number of frames in the long-term memory of ten objects; null for no limit.
+        compile: Run the model through torch.compile; minutes at the start, for long videos on GPUs.
         fps: Frames per second of a frame folder; videos have their own timing.
         snap_colors: Turn a mask with soft edges or JPEG noise into its main colours instead of refusing it.
+        web: Open a page to draw the masks, watch the tracking and correct it; input and mask are what it begins with.
+        host: Address that the page is served on; the default can be reached from this machine alone.
+        port: Port of the page; 0 takes a free one.
+        upload_limit: Largest video that the page takes, in MB.
+        proposer: FILE.py:FUNCTION that proposes masks on the page in place of GrabCut; see web/README.md.
         accelerator: auto, cpu, cuda (gpu) or mps.
         devices: The one device: 1, or cuda:1 for a certain one.
         strategy: auto; one video is tracked by one process.
         num_nodes: 1; one video is tracked by one process.
-        precision: auto (32-true), 32-true, 16-mixed or bf16-mixed.
+        precision: auto (32-true), 32-true, 16-mixed or bf16-mixed; bf16-true also on CPUs that compute in it.
         debug: Show the traceback of an error.
     """
     from data.video import open_frames
 
     # What a person handed in is checked before anything slow starts.
-    if input is not None and mask is None:
+    if input is not None and mask is None and not web:
         raise InputError("--mask is missing: pass the mask of the first frame, or a folder of masks")
     if model is not None and checkpoint is None:
         raise InputError(f"--model {model}: pass its weights as well, --checkpoint FILE")
     source = open_frames(given_or_bundled(input, "clip.mp4", "--input and --mask"), fps)
-    mask = given_or_bundled(mask, "clip_first.png", "--mask")
     weights = given_or_bundled(checkpoint, "starter.safetensors", "--checkpoint")
+    if web:
+        run_options = {"accelerator": accelerator, "devices": devices, "strategy": strategy}
+        run_options |= {"num_nodes": num_nodes, "precision": precision}
+        limits = {
+            "max_long_edge": max_long_edge,
+            "max_memory_frames": max_memory_frames,
+            "long_term_gap": long_term_gap,
+        }
+        if input is None or mask is not None:
+            mask = given_or_bundled(mask, "clip_first.png", "--mask")
+            find_masks(mask, source, snap_colors, say=lambda line: None)
+        source.close()
+        video = {"video": source.path, "mask": mask, "fps": fps, "snap_colors": snap_colors}
+        open_page(host, port, upload_limit, proposer, weights, model, run_options, defaults=limits, **video)
+        return
+    mask = given_or_bundled(mask, "clip_first.png", "--mask")
     masks = find_masks(mask, source, snap_colors)
     check_output(output_dir, [source.path, mask])
 
     from models import Tracker
     from utils.checkpoint import describe_weights, load_model
-    from utils.fabric import launch, make_fabric
+    from utils.fabric import launch, make_fabric, place
 
     fabric = make_fabric(accelerator, devices, strategy, precision, num_nodes)
     if fabric.world_size > 1:
         raise InputError(f"--devices {devices}: one video is tracked on one device, pass --devices 1")
-    network = fabric.to_device(load_model(weights, model))
+    network = place(fabric, load_model(weights, model))
+    if compile:
+        network.compile_for_inference()
     tracker = Tracker(network, long_term_gap, max_memory_frames, max_long_edge)
 
     prepare_output(output_dir)
@@ -97,6 +126,51 @@ def main(
     summary |= {"model": network.name, "weights": describe_weights(weights)}
     finish_output(output_dir, summary)
     print(f"{output_dir}: {summary['frames']} frames, {summary['fps_end_to_end']:.1f} a second")
+
+
+def open_page(
+    host: str,
+    port: int,
+    upload_limit: int,
+    proposer: str | None,
+    weights: Path,
+    model: str | None,
+    run_options: dict,
+    **begin: object,
+) -> None:
+    """Serve the page until Ctrl-C. `run_options` choose the device; `begin` is what `web.server.make_app` takes."""
+    import importlib.util
+
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise InputError(f"--web true: needs {' and '.join(missing)}; install: pip install -r requirements-web.txt")
+    if upload_limit < 1:
+        raise InputError(f"--upload_limit {upload_limit}: give a number of MB, at least 1")
+    from utils.checkpoint import load_model
+    from web.proposals import load_proposer, propose
+    from web.server import make_app, serve
+    from web.tracking import Models
+
+    load_model(weights, model)  # what cannot be used is said now
+    names = {weights.name: weights, "starter.safetensors": ASSETS / "starter.safetensors"}
+    app = make_app(
+        Models({name: path for name, path in names.items() if path.exists()}, model, run_options),
+        hosts=(host, "localhost", "127.0.0.1", "::1"),
+        upload_limit=upload_limit * 2**20,
+        proposer=load_proposer(proposer) if proposer else propose,
+        **begin,
+    )
+    serve(app, host, port, announce)
+
+
+def announce(address: str) -> None:
+    """Say where the page is, and open it where there is a screen."""
+    import sys
+    import webbrowser
+
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if screen and sys.stdout.isatty():
+        webbrowser.open(address)
 
 
 def track_video(

@@ -36,6 +36,7 @@ def main(
     max_long_edge: int | None = None,
     max_short_edge: int | None = None,
     threads: int | None = None,
+    compile: bool = False,
     accelerator: str = "auto",
     devices: int | str | list[int] = "auto",
     strategy: str = "auto",
@@ -67,11 +68,12 @@ def main(
         max_long_edge: Frames are shrunk to this long edge; by default the model's setting, 1040 as published.
         max_short_edge: Frames are shrunk to this short edge; by default 624 when scales are given, else no limit.
         threads: CPU threads of each process; by default all cores. The last bits of the network's output depend on it.
+        compile: Run the model through torch.compile; minutes at the start, for long runs on GPUs.
         accelerator: auto, cpu, cuda (gpu) or mps.
         devices: auto, a number, or indices as in 0,1.
         strategy: auto or one of Fabric's names.
         num_nodes: Number of machines.
-        precision: auto (32-true), 32-true, 16-mixed or bf16-mixed.
+        precision: auto (32-true), 32-true, 16-mixed or bf16-mixed; bf16-true also on CPUs that compute in it.
         debug: Show the traceback of an error.
     """
     options = dict(locals())
@@ -107,8 +109,8 @@ def main(
     return launch(fabric, evaluate, network, weights, *asked)
 
 
-def plan(options: dict[str, Any]) -> tuple["Benchmark", Path, dict[str, Any], str | None, int | None]:
-    """The videos, the folder, the tracker's options, the rules to score by (None: not at all) and the threads.
+def plan(options: dict[str, Any]) -> tuple["Benchmark", Path, dict[str, Any], str | None, int | None, bool]:
+    """Videos, folder, the tracker's options, the rules to score by (None: not at all), threads, whether to compile.
 
     Args:
         options: of `main`, by name. These are what `utils.evaluation.evaluate` takes after the model and its weights.
@@ -132,7 +134,7 @@ def plan(options: dict[str, Any]) -> tuple["Benchmark", Path, dict[str, Any], st
     tracker = {name: o[name] for name in names} | {"scales": parse_scales(o["scales"])}
     if tracker["max_short_edge"] is None and tracker["scales"] != (1.0,):
         tracker["max_short_edge"] = 624  # as published: 1.3 x 480
-    return benchmark, Path(o["output_dir"]), tracker, rules if scored else None, o["threads"]
+    return benchmark, Path(o["output_dir"]), tracker, rules if scored else None, o["threads"], o["compile"]
 
 
 def parse_scales(scales: str | float | list[float]) -> tuple[float, ...]:

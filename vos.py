@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.cli import read_options
 from utils.errors import InputError
-from utils.fabric import launch, make_fabric, processes_to_start
+from utils.fabric import launch, make_fabric, place, processes_to_start
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -214,7 +214,7 @@ class VOS:
         fabric = make_fabric(accelerator, devices, precision=precision)
         if fabric.world_size > 1:
             raise InputError(f"devices {devices}: one video is tracked on one device")
-        model = self.model.to(fabric.device).eval()
+        model = place(fabric, self.model).eval()
         tracker = Tracker(model, **{"max_memory_frames": script.MEMORY_FRAMES} | options)
         return self._track(fabric, tracker, script.read_inputs(source, masks, snap_colors, {}))
 
@@ -308,8 +308,8 @@ def _evaluate(fabric: "Fabric", report: Callable, model: "VOSNetwork", weights: 
 
     from utils.evaluation import evaluate
 
-    *asked, threads = plan
-    return evaluate(fabric, model, weights, *asked, threads or torch.get_num_threads())
+    *asked, threads, compiled = plan
+    return evaluate(fabric, model, weights, *asked, threads or torch.get_num_threads(), compiled)
 
 
 def _numbers(row: dict[str, str]) -> dict[str, float]:

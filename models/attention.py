@@ -26,7 +26,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (b, h, n, e).
     """
-    if q.device.type != "cpu" or torch.is_grad_enabled() or q.shape[-1] == v.shape[-1]:
+    fused = q.device.type != "cpu" or q.shape[-1] == v.shape[-1]
+    if fused or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v)
     # The CPU's fused kernel takes equal widths only; without it all n x m scores would be written. Blocks are not.
     out = q.new_empty(*q.shape[:-1], v.shape[-1])

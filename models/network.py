@@ -69,6 +69,7 @@ class VOSNetwork(nn.Module):
         self.align_corners = align_corners
         self.train_memory_gap, self.test_memory_gap = train_memory_gap, test_memory_gap
         self.max_long_edge, self.group_size = max_long_edge, group_size
+        self._compiles = False
         self._folded: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the module's state
         encoder.freeze_first_stage()
 
@@ -81,7 +82,21 @@ class VOSNetwork(nn.Module):
         """A copy of the encoder for inference, on the same device, with its batch norms folded in."""
         example = torch.zeros(1, 3, *self.input_size(64, 64), device=self.identity_bank.weight.device)
         folded = fold_batch_norm(self.encoder, example.to(self.identity_bank.weight.dtype))
-        return folded.to(memory_format=torch.channels_last)
+        folded = folded.to(memory_format=torch.channels_last)
+        return torch.compile(folded, dynamic=True) if self._compiles else folded
+
+    def compile_for_inference(self) -> None:
+        """Run encoder, transformer and decoder through torch.compile, once for all frame and memory sizes.
+
+        The first frames then take minutes; it is meant for long runs and pays where kernels are fast to run and slow
+        to start, on GPUs.
+        """
+        self._compiles = True
+        for module in self.transformer.modules():
+            if hasattr(module, "relative_emb_k"):  # window attention: a loop that is as it should be
+                module.forward = torch.compiler.disable(module.forward)
+        self.transformer.compile(dynamic=True)
+        self.decoder.compile(dynamic=True)
 
     @torch.no_grad()
     def ease_start(self, norm: float = 30.0) -> None:
@@ -119,7 +134,8 @@ class VOSNetwork(nn.Module):
 
     def encode(self, images: Tensor, encoder: nn.Module | None = None) -> Features:
         """Normalised images (b, 3, h, w) -> Features; `encoder` may be a folded copy of the network's own."""
-        encoder = encoder or next(iter(self._folded), self.encoder)
+        if encoder is None:
+            encoder = next(iter(self._folded), self.encoder)
         maps = encoder(images.contiguous(memory_format=torch.channels_last))
         projected = self.encoder_projector(maps[3])
         size = (projected.shape[-2], projected.shape[-1])

@@ -114,6 +114,7 @@ class Session:
         for number in sorted(logits):
             # Channels last: a resize or an argmax then reads the values of a pixel together, two to ten times faster.
             live = logits[number][:, [0, *self.groups[number].live]].contiguous(memory_format=torch.channels_last)
+            live = live.to(torch.promote_types(live.dtype, torch.float32))
             parts.append(self.network.resize(live, size))
         if len(parts) == 1:
             return parts[0]

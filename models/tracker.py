@@ -199,7 +199,7 @@ class Tracker:
             image = cv2.resize(image.astype(np.float32), (width, height), interpolation=cv2.INTER_CUBIC)
         device = self._model.identity_bank.weight.device
         pixels = torch.from_numpy(np.require(image, requirements="CW")).to(device).permute(2, 0, 1)[None]
-        pixels = self._model.normalise(pixels)
+        pixels = self._model.normalise(pixels).to(self._model.identity_bank.weight.dtype)
         return pixels.flip(-1) if mirrored else pixels
 
     def _shrink(self, label: Tensor, i: int, mirrored: bool) -> Tensor:

@@ -3,6 +3,7 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.errors import InputError
-from utils.fabric import launch, make_fabric, parse_devices
+from utils.fabric import launch, make_fabric, parse_devices, place
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable]
@@ -45,37 +46,65 @@ def start(folder: Path, command: list[str], *options: str, **variables: str) -> 
     script = folder / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT)))
     done = subprocess.run(
-        [*command, str(script), *options], cwd=folder, env=os.environ | variables, capture_output=True, text=True,
+        [*command, str(script), *options],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
         timeout=120,
     )
     return done.returncode, done.stderr, {int(p.name[5:]): p.read_text() for p in folder.glob("rank_*")}
 
 
-@pytest.mark.parametrize(("devices", "accelerator", "result"), [
-    ("auto", "auto", ("auto", "auto")),
-    ("1", "auto", (1, "auto")),
-    (4, "cpu", (4, "cpu")),
-    ("2,3", "auto", ([2, 3], "auto")),
-    ("[0, 1]", "cuda", ([0, 1], "cuda")),
-    ([0, 1], "gpu", ([0, 1], "gpu")),
-    ("1,", "auto", ([1], "auto")),
-    ("cuda:1", "auto", ([1], "cuda")),
-    ("cuda:1", "gpu", ([1], "cuda")),
-    ("cuda:2,0", "cuda", ([2, 0], "cuda")),
-    ("cuda", "auto", ("auto", "cuda")),
-    ("mps:0", "auto", ([0], "mps")),
-    ("cpu", "auto", ("auto", "cpu")),
-])
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "result"),
+    [
+        ("auto", "auto", ("auto", "auto")),
+        ("1", "auto", (1, "auto")),
+        (4, "cpu", (4, "cpu")),
+        ("2,3", "auto", ([2, 3], "auto")),
+        ("[0, 1]", "cuda", ([0, 1], "cuda")),
+        ([0, 1], "gpu", ([0, 1], "gpu")),
+        ("1,", "auto", ([1], "auto")),
+        ("cuda:1", "auto", ([1], "cuda")),
+        ("cuda:1", "gpu", ([1], "cuda")),
+        ("cuda:2,0", "cuda", ([2, 0], "cuda")),
+        ("cuda", "auto", ("auto", "cuda")),
+        ("mps:0", "auto", ([0], "mps")),
+        ("cpu", "auto", ("auto", "cpu")),
+    ],
+)
 def test_forms_of_devices(devices, accelerator, result):
     assert parse_devices(devices, accelerator) == result
 
 
-@pytest.mark.parametrize(("devices", "accelerator"), [
-    (0, "auto"), ("0", "cuda"), ([], "auto"), ("", "auto"), (-1, "auto"), ("-1", "auto"), (1.5, "auto"), (True, "auto"),
-    (None, "auto"), ("two", "auto"), ("cuda:", "cpu"), ("cuda:1", "cpu"), ("cpu", "gpu"), ("cpu", "cuda"),
-    ("mps", "cuda"), ("0,0", "auto"), ([1, 1], "cuda"), ("cuda:1,1", "auto"), ("cuda:x", "auto"), ("0,cuda:1", "auto"),
-    ("1", "tpu"), ("1", ""),
-])
+@pytest.mark.parametrize(
+    ("devices", "accelerator"),
+    [
+        (0, "auto"),
+        ("0", "cuda"),
+        ([], "auto"),
+        ("", "auto"),
+        (-1, "auto"),
+        ("-1", "auto"),
+        (1.5, "auto"),
+        (True, "auto"),
+        (None, "auto"),
+        ("two", "auto"),
+        ("cuda:", "cpu"),
+        ("cuda:1", "cpu"),
+        ("cpu", "gpu"),
+        ("cpu", "cuda"),
+        ("mps", "cuda"),
+        ("0,0", "auto"),
+        ([1, 1], "cuda"),
+        ("cuda:1,1", "auto"),
+        ("cuda:x", "auto"),
+        ("0,cuda:1", "auto"),
+        ("1", "tpu"),
+        ("1", ""),
+    ],
+)
 def test_refused_devices(devices, accelerator):
     with pytest.raises(InputError, match="--devices|--accelerator"):
         parse_devices(devices, accelerator)
@@ -94,10 +123,16 @@ def test_parsed_devices_parse_to_themselves(devices, accelerator):
     assert parsed[0] == "auto" or isinstance(parsed[0], int | list)
 
 
-@pytest.mark.parametrize("options", [
-    {"devices": "cuda:99"}, {"devices": [0, 99]}, {"devices": "99,"}, {"accelerator": "cuda", "devices": 99},
-    {"accelerator": "cpu", "devices": [0, 1]},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": "cuda:99"},
+        {"devices": [0, 99]},
+        {"devices": "99,"},
+        {"accelerator": "cuda", "devices": 99},
+        {"accelerator": "cpu", "devices": [0, 1]},
+    ],
+)
 def test_absent_device_is_refused_with_those_there_are(options):
     with pytest.raises(InputError, match="this machine has only .*cpu"):
         make_fabric(**options)
@@ -122,6 +157,22 @@ def test_mixed_precision_off_cuda_is_32_true_with_one_warning(precision):
         fabric = make_fabric("cpu", precision=precision, training=True)
     assert fabric.strategy.precision.precision == "32-true"
     assert [precision in str(warning.message) for warning in caught] == [True]
+
+
+def test_bf16_weights_on_a_cpu_that_lacks_the_instructions():
+    has = any(there for name, there in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
+    with warnings.catch_warnings(record=True) as caught:
+        fabric = make_fabric("cpu", precision="bf16-true")
+    model = place(fabric, torch.nn.Linear(2, 2))
+    assert model.weight.dtype == (torch.bfloat16 if has else torch.float32)
+    assert has or ["no instructions" in str(warning.message) for warning in caught] == [True]
+
+
+def test_place_leaves_the_given_model_as_it_is():
+    model = torch.nn.Linear(2, 2)
+    assert place(make_fabric("cpu", precision="64-true"), model).weight.dtype == torch.float64
+    assert model.weight.dtype == torch.float32
+    assert place(make_fabric("cpu"), model) is model
 
 
 def test_other_precisions_stay_as_asked():
@@ -216,8 +267,17 @@ def test_pool_survives_a_process_that_dies(gloo_pool):
 
 
 def test_python_starts_two_ranks_among_leftovers(tmp_path):
-    status, err, ranks = start(tmp_path, PYTHON, "--devices", "2", RANK="1", WORLD_SIZE="2", LOCAL_RANK="0",
-                               MASTER_ADDR="192.0.2.1", MASTER_PORT="1")
+    status, err, ranks = start(
+        tmp_path,
+        PYTHON,
+        "--devices",
+        "2",
+        RANK="1",
+        WORLD_SIZE="2",
+        LOCAL_RANK="0",
+        MASTER_ADDR="192.0.2.1",
+        MASTER_PORT="1",
+    )
     assert (status, ranks) == (0, {0: "2 21", 1: "2 21"}), err
 
 
@@ -254,8 +314,16 @@ def test_no_other_file_chooses_a_device():
     home = ROOT / "utils/fabric.py"
     assert home in files and all(
         choice.search(line)
-        for line in ("x.cuda()", "torch.cuda.set_device(0)", 'torch.device("cuda")', 'f"cuda:{i}"', "def f(rank=None):",
-                     "rank: int | None = None", 'os.environ["LOCAL_RANK"]', "os.environ.get('WORLD_SIZE')")
+        for line in (
+            "x.cuda()",
+            "torch.cuda.set_device(0)",
+            'torch.device("cuda")',
+            'f"cuda:{i}"',
+            "def f(rank=None):",
+            "rank: int | None = None",
+            'os.environ["LOCAL_RANK"]',
+            "os.environ.get('WORLD_SIZE')",
+        )
     )
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

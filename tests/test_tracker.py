@@ -693,3 +693,30 @@ def test_training_mode_makes_no_difference():
     tracker = Tracker(model)
     model.train()
     assert equal(track(tracker, frames, {0: mask}), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float64, 1e-4)], ids=str)
+def test_weights_of_another_precision(name, dtype, tolerance):
+    """bf16-true and 64-true: the masks come from scores in at least float32, near those of float32 weights."""
+    frames, masks = video(4), {0: squares([1, 2], side=16)}
+    expected = track(Tracker(golden_model(name), long_term_gap=1), frames, masks)
+    other = unfolded_model.__wrapped__(name).to(dtype)
+    for right, prediction in zip(expected, track(Tracker(other, long_term_gap=1), frames, masks), strict=True):
+        assert prediction.probabilities.dtype in (torch.float32, dtype)
+        # Against the differences between the planes: that they all lie high says nothing.
+        scale = (right.probabilities - right.probabilities.mean(0)).norm()
+        assert (prediction.probabilities - right.probabilities).norm() < tolerance * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_for_inference(name):
+    """torch.compile computes the same, for frames of more than one size and a memory that grows."""
+    compiled = unfolded_model.__wrapped__(name)
+    compiled.compile_for_inference()
+    for size in ((48, 64), (70, 50)):
+        frames, masks = video(4, size), {0: squares([1, 2], size, side=16)}
+        expected = track(Tracker(golden_model(name), long_term_gap=1), frames, masks)
+        for right, prediction in zip(expected, track(Tracker(compiled, long_term_gap=1), frames, masks), strict=True):
+            torch.testing.assert_close(prediction.scores, right.scores, atol=1e-4, rtol=1e-4)

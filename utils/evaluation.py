@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from data.masks import write_mask
 from data.submission import pack_submission
 from models.tracker import Prediction, Tracker
 from utils.errors import InputError
+from utils.fabric import place
 from utils.metrics import VOSMetric, score_sequence
 from utils.results import write_json, write_scores
 from utils.sharding import WorkQueue, forget_dead_processes
@@ -49,6 +51,7 @@ def evaluate(
     tracker_options: dict,
     preset: str | None,
     threads: int | None = None,
+    compiled: bool = False,
 ) -> dict | None:
     """What each process of an evaluation does; to be started by `utils.fabric.launch`.
 
@@ -59,6 +62,7 @@ def evaluate(
         preset: rules to score by; None: do not score.
         threads: CPU threads of this process; None: all cores. Their number, and not that of the processes, decides in
             which order the network's sums are taken.
+        compiled: run the model through torch.compile.
 
     Returns the content of `scores.json` on rank 0 when there are scores.
 
@@ -69,7 +73,10 @@ def evaluate(
     start = time.perf_counter()
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or _cores())
-    model = model.to(fabric.device).eval()
+    model = place(fabric, model).eval()
+    if compiled:
+        model = deepcopy(model)  # the caller's stays as it is
+        model.compile_for_inference()
     settings = {
         "model": model.name,
         "weights": weights["sha256"],

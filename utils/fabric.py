@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from utils.errors import InputError
@@ -17,6 +18,7 @@ from utils.heap import keep_freed_blocks
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+    from torch import nn
 
 Devices = int | str | list[int]
 
@@ -68,7 +70,8 @@ def make_fabric(
         devices: see `parse_devices`; per node. Auto means what a launcher started, else all GPUs, else one CPU process.
         strategy: one of Fabric's names (ddp, fsdp, dp, ...) or auto.
         precision: one of Fabric's names or auto: mixed on CUDA when `training` (bf16 where the device computes in it,
-            else fp16), 32-true otherwise. Mixed precision off CUDA becomes 32-true, with a warning.
+            else fp16), 32-true otherwise. Mixed precision off CUDA becomes 32-true, with a warning, and so does
+            bf16-true on a CPU without instructions for it.
         num_nodes: number of machines; 1 takes the launcher's number.
         training: whether the run trains.
 
@@ -102,8 +105,17 @@ def make_fabric(
     if fabric.device.type == "cpu":
         keep_freed_blocks()
     if fabric.global_rank == 0 and asked not in ("auto", options["precision"]):
-        warnings.warn(f"--precision {asked} is for CUDA; {options['accelerator']} computes in 32-true", stacklevel=2)
+        lacking = "this CPU has no instructions for it" if asked == "bf16-true" else "is for CUDA"
+        warnings.warn(f"--precision {asked}: {lacking}; {options['accelerator']} computes in 32-true", stacklevel=2)
     return fabric
+
+
+def place(fabric: "Fabric", model: "nn.Module") -> "nn.Module":
+    """The model on the run's device; a copy where the precision is one of the weights (bf16-true, 64-true, ...)."""
+    precision = fabric.strategy.precision
+    if precision.precision.endswith("-true") and precision.precision != "32-true":
+        model = precision.convert_module(deepcopy(model))
+    return fabric.to_device(model)
 
 
 def launch(fabric: "Fabric", fn: Callable, *args: Any) -> Any:
@@ -290,6 +302,8 @@ def _choose_device(options: dict[str, Any]) -> list[int]:
 
 
 def _choose_precision(precision: str, accelerator: str, indices: list[int], training: bool) -> str:
+    if accelerator == "cpu" and precision == "bf16-true" and not _cpu_computes_bf16():
+        return "32-true"
     if accelerator != "cuda":
         return "32-true" if precision in ("auto", "16", "bf16", "16-mixed", "bf16-mixed") else precision
     if precision != "auto":
@@ -300,6 +314,13 @@ def _choose_precision(precision: str, accelerator: str, indices: list[int], trai
 
     computes_bf16 = all(torch.cuda.get_device_capability(index) >= (8, 0) for index in indices)
     return "bf16-mixed" if computes_bf16 else "16-mixed"
+
+
+def _cpu_computes_bf16() -> bool:
+    """Whether the CPU multiplies in bf16 itself; others imitate it, at a fraction of the speed of float32."""
+    import torch
+
+    return any(has for name, has in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
 
 
 @contextmanager
