@@ -55,6 +55,7 @@ def write_coco(
     size: tuple[int, int],
     objects: Iterable[Mapping],
     frames: Iterable[tuple[int, str, np.ndarray]],
+    info: Mapping | None = None,
 ) -> None:
     """Write masks as they come; neither they nor the file are held in memory.
 
@@ -63,12 +64,13 @@ def write_coco(
         size: (h, w).
         objects: {"id", "name", ...} of each; all of it is kept in `categories`.
         frames: number, file name and label map (H, W) of each.
+        info: more to keep in the file.
     """
     height, width = size
     notes = path.with_name(f"{path.name}.annotations")
     try:
         with path.open("w") as file, notes.open("w+") as annotations:
-            head = {"info": {"description": "masks of a video", "categories": "one for each object"}}
+            head = {"info": {"description": "masks of a video; a category for each object", **(info or {})}}
             file.write(json.dumps(head)[:-1] + ', "categories": ' + json.dumps([dict(item) for item in objects]))
             file.write(', "images": [')
             count = 0
@@ -99,7 +101,9 @@ def write_coco(
         notes.unlink(missing_ok=True)
 
 
-def read_coco(path: Path, size: tuple[int, int], frame_names: Mapping[str, int]) -> tuple[dict[int, dict], dict]:
+def read_coco(
+    path: Path, size: tuple[int, int], frame_names: Mapping[str, int]
+) -> tuple[object, dict[int, dict], dict[int, list]]:
     """Read masks in COCO's form: RLE or polygons, by frame.
 
     Args:
@@ -108,7 +112,7 @@ def read_coco(path: Path, size: tuple[int, int], frame_names: Mapping[str, int])
         frame_names: numbers of the frames by name; an image belongs to the frame of its file name without ending.
 
     Returns:
-        ({object id: category}, {frame: [(object id, segmentation), ...]}); `decode` turns the latter into masks.
+        Its info, {object id: category} and {frame: [(object id, segmentation), ...]}, of which `decode` makes masks.
 
     Raises:
         InputError: no such file, images of another size, or of frames that there are not.
@@ -117,10 +121,8 @@ def read_coco(path: Path, size: tuple[int, int], frame_names: Mapping[str, int])
         content = json.loads(path.read_bytes())
         images = {image["id"]: image for image in content["images"]}
         categories = {int(item["id"]): dict(item) for item in content["categories"]}
-        found: dict[int, list] = {}
-        used: set[int] = set()
-        for annotation in content["annotations"]:
-            image = images[annotation["image_id"]]
+        frames: dict[object, int] = {}
+        for image in images.values():
             name = Path(str(image["file_name"])).stem
             if name not in frame_names:
                 raise InputError(f"{path}: there is no frame {name} in this video")
@@ -128,16 +130,20 @@ def read_coco(path: Path, size: tuple[int, int], frame_names: Mapping[str, int])
                 raise InputError(
                     f"{path}: its images are {image['width']}x{image['height']}, the frames {size[1]}x{size[0]}"
                 )
+            frames[image["id"]] = frame_names[name]
+        found: dict[int, list] = {frame: [] for frame in frames.values()}
+        used: set[int] = set()
+        for annotation in content["annotations"]:
             object_id = int(annotation.get("track_id", annotation["category_id"]))
             if not 0 < object_id < 65536:
                 raise InputError(f"{path}: object id {object_id}; ids are 1..65535")
             used.add(object_id)
-            found.setdefault(frame_names[name], []).append((object_id, annotation["segmentation"]))
+            found[frames[annotation["image_id"]]].append((object_id, annotation["segmentation"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: no COCO JSON with images, annotations and categories") from error
-    return {object_id: categories.get(object_id, {}) for object_id in sorted(used)}, found
+    return content.get("info"), {object_id: categories.get(object_id, {}) for object_id in sorted(used)}, found
 
 
 def decode(segmentations: Iterable[tuple[int, object]], size: tuple[int, int]) -> np.ndarray:

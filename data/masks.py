@@ -51,11 +51,6 @@ class Mask:
     changed_pixels: int = 0
 
 
-def id_color(object_id: int) -> tuple[int, int, int]:
-    """(r, g, b) in which `overlay` paints an id."""
-    return tuple(_voc_colors()[object_id].tolist())
-
-
 @cache
 def _voc_colors() -> np.ndarray:
     """(65536, 3) uint8: the bits of an id dealt out to red, green and blue, highest bit first (PASCAL VOC)."""

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from copy import copy
 from fractions import Fraction
 from pathlib import Path
 from threading import Lock
@@ -75,6 +76,13 @@ class FrameReader:
         """When a frame is shown, in seconds."""
         ticks = number if self._times is None else int(self._times[number])
         return (ticks + (0 if self._times is None else self._shift)) * self.time_base
+
+    def twin(self) -> "FrameReader":
+        """A reader of the same frames with a place of its own, without reading the file's times again."""
+        other = copy(self)
+        other._lock, other._cache, other._stack = Lock(), OrderedDict(), ExitStack()
+        other._frames, other._next = None, 0
+        return other
 
     def close(self) -> None:
         """Close the video file."""
