@@ -1,11 +1,13 @@
 """The whole network: encoder, identity bank, transformer and decoder, without any state of a video."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.attention import WINDOW
 from models.encoders import normalise
@@ -182,6 +184,7 @@ class VOSNetwork(nn.Module):
         permutation: Tensor | None = None,
         feed_predictions: bool = False,
         reference_gradient: bool = True,
+        recompute: bool = False,
     ) -> Tensor:
         """The training pass over clips (AOT paper, section 5): the first frame is the reference.
 
@@ -193,6 +196,7 @@ class VOSNetwork(nn.Module):
             feed_predictions: remember the predicted masks instead of the true ones after the reference frame; the
                 identity embeddings then carry no gradient.
             reference_gradient: whether the logits of the reference frame carry a gradient.
+            recompute: keep no activations of transformer and decoder; the backward pass computes them once more.
 
         Returns:
             Logits (b, t, 11, h/4, w/4) in the order of the labels; slots that hold no object are at NO_OBJECT.
@@ -223,19 +227,24 @@ class VOSNetwork(nn.Module):
             floor = NO_OBJECT if logits.dtype == torch.float32 or logits.dtype == torch.float64 else NO_OBJECT_HALF
             return logits.masked_fill(rearrange(empty, "b k -> b k 1 1"), floor)
 
+        def run(function: Callable, *arguments):
+            if recompute and torch.is_grad_enabled():
+                return checkpoint(function, *arguments, use_reentrant=False)
+            return function(*arguments)
+
         features = at(0)
         identity = embed(labels[:, 0])
-        tokens, pending = self.transformer(features.tokens, features.position, features.size, identity)
+        tokens, pending = run(self.transformer, features.tokens, features.position, features.size, identity)
         with torch.set_grad_enabled(reference_gradient and torch.is_grad_enabled()):
-            outputs = [finish(self.decode(tokens, features))]
+            outputs = [finish(run(self.decode, tokens, features))]
         short_term = self.transformer.complete(pending, identity)
         long_term, since = short_term, 0
         for i in range(1, t):
             features = at(i)
-            tokens, pending = self.transformer(
-                features.tokens, features.position, features.size, None, long_term, short_term
+            tokens, pending = run(
+                self.transformer, features.tokens, features.position, features.size, None, long_term, short_term
             )
-            outputs.append(finish(self.decode(tokens, features)))
+            outputs.append(finish(run(self.decode, tokens, features)))
             if i == t - 1:
                 break
             label = labels[:, i]

@@ -88,3 +88,32 @@ def test_groups_of_one_track_every_object_by_itself():
     tracker.remove([9])
     assert len(tracker._sessions[0].groups) == 2
     assert tracker.step(frames[2]).object_ids == [4, 200]
+
+
+@pytest.mark.parametrize("name", ["aotl", "deaott"])
+def test_recomputed_activations_give_the_same_gradients(name):
+    """With what is random in training, and with a memory of several frames."""
+    model = build_model(name).train()
+    torch.manual_seed(0)
+    frames = torch.randint(0, 256, (2, 4, 3, 65, 65), dtype=torch.uint8)
+    labels = torch.randint(0, 4, (2, 4, 5, 5)).repeat_interleave(13, 2).repeat_interleave(13, 3)
+    gradients, saved = [], []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        kept: dict[int, int] = {}
+
+        def keep(x: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logits = model(frames, labels, torch.tensor([3, 3]), recompute=recompute)
+        logits[:, :, :4].square().mean().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+        saved.append(sum(kept.values()))
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 50
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, msg=lambda text, key=key: f"{key}: {text}")
+    print(saved)
+    assert saved[1] < 0.5 * saved[0]
