@@ -40,6 +40,18 @@ def _family(family: str) -> dict[str, ModelSettings]:
     return small | large
 
 
+# Settings come with weight files, too: none may take the memory of a machine.
+_RANGES = {
+    "family": (str, 0, 0),
+    "encoder": (str, 0, 0),
+    "layers": (int, 1, 32),
+    "align_corners": (bool, 0, 0),
+    "memory_gap_train": (int, 1, 10**6),
+    "memory_gap_test": (int, 1, 10**6),
+    "group_size": (int, 1, 10),
+    "max_long_edge": (int, 16, 2**16),
+}
+
 # Both papers' model zoos; r101 and rs101 from the public code's configurations.
 PUBLISHED = _family("aot") | _family("deaot")
 
@@ -65,7 +77,15 @@ def model_settings(name: str, **overrides: object) -> ModelSettings:
     unknown = sorted(set(overrides) - set(asdict(PUBLISHED[key])))
     if unknown:
         raise InputError(f"model setting {unknown[0]!r} is not known: choose from {', '.join(asdict(PUBLISHED[key]))}")
-    return replace(PUBLISHED[key], **overrides)
+    for setting, (kind, least, most) in _RANGES.items():
+        value = overrides.get(setting)
+        if value is not None and not (type(value) is kind and (kind is not int or least <= value <= most)):
+            right = f"a whole number from {least} to {most}" if kind is int else f"a {kind.__name__}"
+            raise InputError(f"model setting {setting}={value!r}: must be {right}")
+    settings = replace(PUBLISHED[key], **overrides)
+    if settings.family not in ("aot", "deaot") or None in (settings.layers, settings.encoder, settings.align_corners):
+        raise InputError(f"model settings {overrides}: a family (aot, deaot), encoder, layers, align_corners are needed")
+    return settings
 
 
 def build_model(name: str, **overrides: object) -> nn.Module:

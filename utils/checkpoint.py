@@ -6,6 +6,8 @@ import os
 import pickle
 import re
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,6 +94,7 @@ def save_weights(model: nn.Module, path: str | Path, *, kind: str = "raw", half:
         if not key.endswith("relative_position_index")
     }
     metadata = {"model": model.name, "settings": json.dumps(asdict(model.settings)), "kind": kind, **notes}
+    metadata["crc32"] = _checksum(tensors)  # the format has none
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
@@ -114,11 +117,16 @@ def load_model(checkpoint: str | Path | None, name: str | None = None, partial: 
         return build_model(name)
     _, state, metadata = _read(checkpoint)
     if "settings" in metadata:
-        if name is not None and name.lower() != metadata["model"]:
+        if name is not None and name.lower() != metadata.get("model"):
             raise InputError(
-                f"{checkpoint} holds a {metadata['model']}, --model says {name}: leave --model out or make them agree"
+                f"{checkpoint} holds a {metadata.get('model')}, --model says {name}: leave --model out or make them "
+                "agree"
             )
-        model = build_model(metadata["model"], **json.loads(metadata["settings"]))
+        try:
+            settings = json.loads(metadata["settings"])
+            model = build_model(metadata["model"], **settings)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"{checkpoint}: what it says of its model cannot be used ({error})") from error
     elif name is None:
         raise InputError(f"{checkpoint} does not say which model it holds: pass --model NAME as well")
     else:
@@ -171,26 +179,47 @@ def _read(source: str | Path | Mapping[str, Tensor]) -> tuple[str, dict[str, Ten
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+            tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except Exception as error:  # types that this version of PyTorch lacks raise what they like
         raise InputError(f"{path}: is not a whole safetensors file ({error})") from None
+    if metadata.get("crc32", found := _checksum(tensors)) != found:
+        raise InputError(f"{path}: is damaged, its values do not match their checksum; copy or save it again")
+    return tensors, metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of all values, in the order of their names."""
+    checksum = 0
+    for key in sorted(tensors):
+        checksum = zlib.crc32(tensors[key].contiguous().reshape(-1).view(torch.uint8).numpy(), checksum)
+    return str(checksum)
 
 
 def _read_torch(path: Path) -> object:
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                # PyTorch stores without compression, so that no entry can be larger than the file, and reads on over
+                # bytes that do not match their checksum.
+                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                    raise InputError(f"{path}: unpacks to more than its size; PyTorch's own files are not compressed")
+                if bad := archive.testzip():
+                    raise ValueError(f"{bad} does not match its checksum")
         with open(path, "rb") as file:  # of a path, PyTorch would look at the name as well
             return torch.load(file, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
     except pickle.UnpicklingError:
         raise InputError(
             f"{path}: holds pickled Python objects, which could run code and are never loaded; convert it where you "
             "trust it: torch.save(torch.load(FILE, weights_only=False).state_dict(), NEW_FILE), or ['state_dict'] "
             "in place of .state_dict() where FILE holds a dict"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
+    except Exception as error:  # damage surfaces anywhere in the unpickling
         reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]  # what follows is unsafe advice
         raise InputError(f"{path}: is not a whole PyTorch weights file ({reason})") from None
 

@@ -5,8 +5,11 @@ import os
 import sys
 import zipfile
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from utils.checkpoint import save_weights
 from utils.errors import InputError
@@ -36,10 +39,14 @@ class RunFolder:
         if self.writes:
             import yaml
 
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            for left_over in self.checkpoints.glob(".*"):  # of a run that was killed while it wrote
-                left_over.unlink()
-            _replace(self.path / "config.yaml", yaml.safe_dump(_plain(settings), sort_keys=False))
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                for left_over in self.checkpoints.glob(".*"):  # of a run that was killed while it wrote
+                    if left_over.is_file():
+                        left_over.unlink()
+                _replace(self.path / "config.yaml", yaml.safe_dump(_plain(settings), sort_keys=False))
+            except OSError as error:
+                raise InputError(f"--output_dir {path}: cannot be written ({error.strerror}); pass another") from error
             if wandb:
                 from utils.wandb_run import WandbRun
 
@@ -83,13 +90,18 @@ class RunFolder:
         """Write checkpoints/step_<N>.ckpt and ema_<N>.safetensors, then drop the oldest beyond `keep`."""
         step, average = state["step"], state["ema"]
         temporary = self.checkpoints / f".step_{step}.ckpt"
-        # Fabric's own temporary file lies elsewhere, perhaps on another disk.
-        self.fabric.save(temporary, {**state, "scaler": self.fabric.strategy.precision.state_dict()})
+        try:
+            # Fabric's own temporary file lies elsewhere, perhaps on another disk.
+            self.fabric.save(temporary, {**state, "scaler": self.fabric.strategy.precision.state_dict()})
+            if self.writes:
+                average.swap()
+                save_weights(state["model"].module, self.checkpoints / f"ema_{step}.safetensors", kind="ema")
+                average.swap()
+                os.replace(temporary, self._file(step))  # last: a checkpoint is whole with all that belongs to it
+        except (OSError, RuntimeError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise RuntimeError(f"{self._file(step)}: cannot be written ({error}); the ones before it stay") from error
         if self.writes:
-            average.swap()
-            save_weights(state["model"].module, self.checkpoints / f"ema_{step}.safetensors", kind="ema")
-            average.swap()
-            os.replace(temporary, self._file(step))  # last: a checkpoint is whole with all that belongs to it
             for old in self._steps()[: -self.keep]:
                 self._file(old).unlink()
                 (self.checkpoints / f"ema_{old}.safetensors").unlink(missing_ok=True)
@@ -109,7 +121,8 @@ class RunFolder:
             raise InputError(problem)
         if path:
             try:
-                rest = self.fabric.load(path, state)  # to the CPU first, whatever device it was saved from
+                # To the CPU first, whatever device it was saved from; plain values and tensors alone.
+                rest = self.fabric.load(path, state, weights_only=True)
             except Exception as error:
                 raise InputError(
                     f"--resume {which}: {path} does not fit this run ({' '.join(str(error).split())[:300]}); "
@@ -122,8 +135,8 @@ class RunFolder:
             self._set_aside([step for step in self._steps() if step > state["step"]])
             table = self.path / "metrics.csv"
             columns, rows = _read_table(table)
-            kept = [row for row in rows if None not in row.values() and int(row["step"]) <= state["step"]]
-            if len(kept) < len(rows):
+            kept = [row for row in rows if row["step"].isdecimal() and int(row["step"]) <= state["step"]]
+            if columns:  # also where no row goes: the last line may be cut off
                 _write_table(table, columns, kept)
         self.fabric.barrier()
 
@@ -159,7 +172,8 @@ class RunFolder:
             self.say(f"checkpoint of step {step} moved to {self.checkpoints / 'set_aside'}")
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("step_")) for path in self.checkpoints.glob("step_*.ckpt"))
+        names = (path.stem.removeprefix("step_") for path in self.checkpoints.glob("step_*.ckpt"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def _file(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}.ckpt"
@@ -175,11 +189,16 @@ def _is_whole(path: Path) -> bool:
 
 
 def _read_table(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Columns and whole rows; what a kill cut off is left out."""
     if not path.exists():
         return [], []
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        return list(reader.fieldnames or []), list(reader)
+    text = path.read_text(errors="replace")
+    reader = csv.DictReader(StringIO(text[: text.rfind("\n") + 1], newline=""))
+    rows = [row for row in reader if None not in row and None not in row.values()]
+    columns = list(reader.fieldnames or [])
+    if columns and "step" not in columns:
+        raise InputError(f"{path}: no table of this script, it has no column step; move it away")
+    return columns, rows
 
 
 def _write_table(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
