@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import IMAGE_SUFFIXES, list_images, natural_key
+from data.images import IMAGE_SUFFIXES, list_images, natural_key, picture_size
 from data.labels import label_ids, read_label_png
 from utils.errors import InputError
 from utils.metrics import VOID, YOUTUBEVOS_SEEN
@@ -166,6 +166,14 @@ class _Source:
         _need(folder, f"the frames of the video {folder.name}, {folder}/<frame>.jpg")
         return tuple(list_images(folder)[0])
 
+    def frames_of_masks(self, folder: Path, masks: dict[str, Path]) -> tuple[Path, ...]:
+        """The same where every mask counts: one that no frame has would be an object lost silently."""
+        frames = self.frames(folder, masks)
+        if lost := masks.keys() - {path.stem for path in frames}:
+            name = min(lost, key=natural_key)
+            raise InputError(f"{masks[name]}: {folder} has no frame of that name; {len(lost)} masks are like this")
+        return frames
+
     def videos(self, images: Path, truth: Path) -> list[str]:
         return _folders(images if self.with_frames or images.is_dir() else truth)
 
@@ -200,11 +208,14 @@ def _youtubevos(source: _Source) -> tuple[Path, list[Video], dict]:
     for name, entry in sorted(meta.items()):
         try:
             objects = {int(i): (list(o["frames"]), o.get("category")) for i, o in entry["objects"].items()}
+            kept = frozenset(frame for frames, _ in objects.values() for frame in frames)
+            if not kept or not all(isinstance(frame, str) for frame in kept):
+                raise ValueError
+            categories = {i: category in YOUTUBEVOS_SEEN for i, (_, category) in objects.items() if category}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise InputError(
                 f"{sparse / 'meta.json'}: {name} is not as 'objects': {{id: {{'frames': [...], 'category': ...}}}}"
             ) from None
-        kept = frozenset(frame for frames, _ in objects.values() for frame in frames)
         masks = _masks(sparse / "Annotations" / name)
         images = source.frames(folder / "JPEGImages" / name, masks)
         if folder == sparse:
@@ -214,8 +225,8 @@ def _youtubevos(source: _Source) -> tuple[Path, list[Video], dict]:
         if (lost := kept - {path.stem for path in images}) and source.with_frames:
             raise InputError(f"{folder / 'JPEGImages' / name}: lacks frame {min(lost)}, which meta.json lists")
         videos.append(Video(name, images, masks, kept=kept))
-        if all(category for _, category in objects.values()):
-            seen[name] = {i: category in YOUTUBEVOS_SEEN for i, (_, category) in objects.items()}
+        if categories.keys() == objects.keys():
+            seen[name] = categories
     return sparse / "Annotations", videos, seen
 
 
@@ -226,12 +237,12 @@ def _split_folder(source: _Source) -> tuple[Path, list[Video], dict]:
     videos = []
     for name in source.videos(images, truth):
         masks = _masks(truth / name)
-        videos.append(Video(name, source.frames(images / name, masks), masks))
+        videos.append(Video(name, source.frames_of_masks(images / name, masks), masks))
     seen = {}
     # LVOS: its toolkit's list of the videos whose categories are not in the training set
     unseen = next((p for p in (folder / "unseen_videos.txt", root / "unseen_videos.txt") if p.is_file()), None)
     if source.dataset == "lvos" and unseen:
-        names = set(unseen.read_text().split())
+        names = set(_read_text(unseen).split())
         seen = {video.name: dict.fromkeys(range(1, 256), video.name not in names) for video in videos}
     return truth, videos, seen
 
@@ -247,7 +258,7 @@ def _listed(source: _Source) -> tuple[Path, list[Video], dict]:
     videos = []
     for name in names:
         masks = _masks(truth / name)
-        frames = source.frames(images / name, masks)
+        frames = source.frames_of_masks(images / name, masks)
         if source.dataset == "vost":  # its toolkit reads the annotated frames only
             frames = tuple(path for path in frames if path.stem in masks)
         videos.append(Video(name, frames, masks, first_only=source.dataset == "vost"))
@@ -286,31 +297,36 @@ def _read_list(path: Path) -> list[str]:
             + (f"; splits here: {', '.join(others)}" if others else "")
         )
     # DAVIS 2016's own lists give the paths of an image and a mask instead of the video's name.
-    lines = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
+    lines = [line.split()[0] for line in _read_text(path).splitlines() if line.strip()]
     names = [Path(line).parent.name if Path(line).suffix.lower() in IMAGE_SUFFIXES else line for line in lines]
     if not names:
         raise InputError(f"{path}: is empty; needed is a list of videos, one a line")
-    return list(dict.fromkeys(names))
+    return [_folder_name(name, path) for name in dict.fromkeys(names)]
 
 
 def _read_meta(path: Path) -> dict:
     if not path.is_file():
         raise InputError(f"{path}: no such file; it says in which frames each object is")
     try:
-        videos = json.loads(path.read_text())["videos"]
-    except (ValueError, KeyError, TypeError) as error:
+        videos = json.loads(_read_text(path))["videos"]
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: is not JSON of the form {{'videos': {{...}}}} ({error})") from None
     if not isinstance(videos, dict) or not videos:
         raise InputError(f"{path}: lists no videos")
-    return videos
+    return {_folder_name(name, path): entry for name, entry in videos.items()}
 
 
-def picture_size(path: Path) -> tuple[int, int]:
-    """(height, width) of a picture file, from its header."""
-    from PIL import Image, UnidentifiedImageError
-
+def _read_text(path: Path) -> str:
     try:
-        with Image.open(path) as image:
-            return image.height, image.width
-    except (OSError, UnidentifiedImageError) as error:
-        raise InputError(f"{path}: cannot be read as a picture ({error})") from None
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise InputError(f"{path}: is no text in UTF-8 ({error})") from None
+
+
+def _folder_name(name: str, path: Path) -> str:
+    """A video's name as a file gives it; results go to a folder of that name, which must lie in the output folder."""
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+        raise InputError(f"{path}: {name!r} is no name of a video; needed is that of a folder")
+    return name

@@ -277,7 +277,10 @@ def find_videos(
         listing = root / sequences
         if not listing.is_file():
             raise InputError(f"{listing}: no such file; expected a text file with one sequence name a line")
-        lines = [line.split()[0] for line in listing.read_text().splitlines() if line.strip()]
+        try:
+            lines = [line.split()[0] for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except ValueError as error:
+            raise InputError(f"{listing}: is no text in UTF-8 ({error})") from None
         # DAVIS 2016 lists the path of every image instead of the names of the videos.
         names = list(dict.fromkeys(Path(line).parent.name if Path(line).suffix else line for line in lines))
     else:

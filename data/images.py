@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from utils.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+# What the content may be: PIL knows formats for which it starts other programs (EPS) or that no person means.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
 # A few kilobytes of PNG can ask for gigabytes of memory. An 8K frame has 33 million pixels.
 MAX_PIXELS = int(os.environ.get("VOS_MAX_PIXELS", 2**26))
@@ -60,7 +63,7 @@ def read_image(path: str | Path) -> Image.Image:
     Raises:
         InputError: missing, not a file, empty, truncated, damaged, no image, or more than `MAX_PIXELS` pixels.
     """
-    return _decode(Path(path), _read_bytes(Path(path)))
+    return _decode(Path(path), read_bytes(Path(path)))
 
 
 def read_rgb(path: str | Path) -> np.ndarray:
@@ -71,7 +74,7 @@ def read_rgb(path: str | Path) -> np.ndarray:
     Raises:
         InputError: as `read_image`, and for floating-point images.
     """
-    data = _read_bytes(Path(path))
+    data = read_bytes(Path(path))
     if data.startswith(b"\xff\xd8"):
         image = _decode_jpeg(Path(path), data)
         if image is not None:
@@ -112,10 +115,11 @@ def _open(path: Path, data: bytes) -> Image.Image:
     """Read the header; refuse what would need too much memory."""
     # MAX_PIXELS takes the place of PIL's own limit, which only warns up to twice its value.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # about damage: the error says it
     if Image.MAX_IMAGE_PIXELS is not None and Image.MAX_IMAGE_PIXELS < MAX_PIXELS:
         Image.MAX_IMAGE_PIXELS = MAX_PIXELS
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise InputError(f"{path}: more pixels than the limit of {MAX_PIXELS} (VOS_MAX_PIXELS raises it)") from error
     check_pixels(path, image.height, image.width)
@@ -136,6 +140,15 @@ def _decoding(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: the image cannot be decoded ({reason}); give a whole image file") from error
 
 
+def picture_size(path: str | Path) -> tuple[int, int]:
+    """(height, width) of an image file when upright, from its header. Raises InputError as `read_image`."""
+    path = Path(path)
+    with _decoding(path):
+        image = _open(path, read_bytes(path))
+        lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+    return (image.width, image.height) if lies else (image.height, image.width)
+
+
 def check_pixels(path: str | Path, height: int, width: int) -> None:
     """Refuse a picture of more than `MAX_PIXELS` pixels before memory is taken for it."""
     if height * width > MAX_PIXELS:
@@ -144,7 +157,8 @@ def check_pixels(path: str | Path, height: int, width: int) -> None:
         )
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """The content of an image file. Raises InputError when it is missing, empty, no file, or larger than any image."""
     if path.is_dir():
         raise InputError(f"{path}: is a folder; give an image file")
     if path.exists() and not path.is_file():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import MAX_PIXELS, read_image
+from data.images import MAX_PIXELS, read_bytes, read_image
 from utils.errors import InputError
 
 
@@ -20,7 +20,7 @@ def read_label_png(path: Path) -> np.ndarray:
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file; a mask for this frame is needed")
-    labels = _decode_plain(path.read_bytes())
+    labels = _decode_plain(read_bytes(path))
     return _decode_any(path) if labels is None else labels
 
 
@@ -52,11 +52,12 @@ def _decode_plain(data: bytes) -> np.ndarray | None:
         if kind == b"IDAT":
             packed.append(body)
         position += 12 + length
+    size, stream = height * (width + 1), zlib.decompressobj()
     try:
-        pixels = zlib.decompress(b"".join(packed), bufsize=height * (width + 1))
+        pixels = stream.decompress(b"".join(packed), size + 1)  # no more, whatever is in there
     except zlib.error:
         return None
-    if len(pixels) != height * (width + 1):
+    if len(pixels) != size or not stream.eof:
         return None
     rows = np.frombuffer(pixels, np.uint8).reshape(height, width + 1)  # the first value of a row names its filter
     return None if rows[:, 0].any() else rows[:, 1:].copy()

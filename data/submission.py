@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.benchmarks import Benchmark, Video, given_mask, picture_size
+from data.benchmarks import Benchmark, Video, given_mask
+from data.images import picture_size
 from data.labels import label_ids
 
 

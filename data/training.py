@@ -27,6 +27,17 @@ OPTIONS = {
     "still": {"images", "annotations", "merge"},
     "synthetic": {"sources", "length", "max_objects", "max_gap", "motion"},
 }
+NUMBERS = {  # least, most
+    "max_gap": (1, 1e6),
+    "min_reference": (0, 1e9),
+    "merge": (0, 1),
+    "length": (1, 1e9),
+    "max_objects": (1, 10),
+    "motion": (0, 100),
+    "repeats": (0, 1e6),
+    "weight": (0, 1e9),
+}
+WHOLE = {"max_gap", "length", "max_objects", "repeats"}
 FOLDERS = (("images", "JPEGImages"), ("annotations", "Annotations"))
 
 
@@ -115,16 +126,27 @@ def describe(entry: str | Mapping[str, Any]) -> dict[str, Any]:
     name = given.pop("name", None)
     found: dict[str, Any] = {"kind": "video", "root": "."}
     if name is not None:
-        path = KNOWN / f"{name}.yaml"
-        if not path.is_file():
+        if name not in known_names():
             raise InputError(f"datasets: {name!r} is no known data set; choose one of {', '.join(known_names())}")
-        found |= yaml.safe_load(path.read_text())
+        found |= yaml.safe_load((KNOWN / f"{name}.yaml").read_text())
     found |= given
-    if found["kind"] not in OPTIONS:
+    if not isinstance(found["kind"], str) or found["kind"] not in OPTIONS:
         raise InputError(f"datasets: kind {found['kind']!r} is none of {', '.join(OPTIONS)}")
     allowed = OPTIONS[found["kind"]] | {"kind", "root", "repeats", "weight"}
     for key in found:
         if key not in allowed:
             known = ", ".join(sorted(allowed))
             raise InputError(f"datasets: a {found['kind']} data set has no option {key!r}; it has {known}")
+    for key, value in found.items():
+        if key in NUMBERS:
+            (least, most), kinds = NUMBERS[key], (int,) if key in WHOLE else (int, float)
+            right = f"a {'whole ' if key in WHOLE else ''}number from {least:g} to {most:g}"
+            fits = type(value) in kinds and least <= value <= most
+        elif key in ("sources", "sequences") and not isinstance(value, str):
+            right = "a list of texts"
+            fits = isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value)
+        else:
+            right, fits = "a text", isinstance(value, str) and key != "sources"
+        if not fits and (key, value) != ("sequences", None):
+            raise InputError(f"datasets: {key} {value!r} of a {found['kind']} data set must be {right}")
     return found

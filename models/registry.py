@@ -84,7 +84,7 @@ def model_settings(name: str, **overrides: object) -> ModelSettings:
             raise InputError(f"model setting {setting}={value!r}: must be {right}")
     settings = replace(PUBLISHED[key], **overrides)
     if settings.family not in ("aot", "deaot") or None in (settings.layers, settings.encoder, settings.align_corners):
-        raise InputError(f"model settings {overrides}: a family (aot, deaot), encoder, layers, align_corners are needed")
+        raise InputError(f"model settings {overrides}: family (aot, deaot), encoder, layers, align_corners are needed")
     return settings
 
 

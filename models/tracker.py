@@ -1,5 +1,6 @@
 """Tracker: one video, frame by frame, at the video's own size and with the user's own object ids."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,10 @@ from models.session import Session
 from utils.errors import InputError
 
 MAX_ID = 65535
+MAX_SCALE = 8  # a larger one is a slip that takes the memory of a machine
+
+# Every ten objects take memory of their own. So many ids come from a depth map or photograph sooner than from a person.
+MAX_OBJECTS = int(os.environ.get("VOS_MAX_OBJECTS", 500))
 
 
 @dataclass
@@ -69,8 +74,8 @@ class Tracker:
         ):
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}: it must be at least {least}, or None for the default")
-        if not scales or min(scales) <= 0:
-            raise InputError(f"scales are {tuple(scales)}: give at least one, all above 0")
+        if not scales or not all(0 < scale <= MAX_SCALE for scale in scales):
+            raise InputError(f"scales are {tuple(scales)}: give at least one, all above 0 and at most {MAX_SCALE}")
         self._model = model
         gap = model.test_memory_gap if long_term_gap is None else long_term_gap or None
         self._new_session = lambda: Session(model, gap, max_memory_frames)
@@ -131,6 +136,8 @@ class Tracker:
                 "width): all frames must have one size; call reset() before another video"
             )
         given = None if mask is None else _as_mask(mask, size)
+        if given is not None:
+            _check_count(given, self.object_ids)
         if self._frame_size is None:  # a new video is tracked with the weights that the model has now
             self._encoder = self._model.eval().folded_encoder()
         self._frame_size = size
@@ -246,6 +253,15 @@ def _argmax(scores: Tensor) -> Tensor:
         index.masked_fill_(scores[k] > best, k)
         torch.maximum(best, scores[k], out=best)
     return index
+
+
+def _check_count(given: np.ndarray, tracked: list[int]) -> None:
+    ids = set(np.flatnonzero(np.bincount(given.reshape(-1), minlength=1)).tolist()) - {0}
+    if (count := len(ids.union(tracked))) > MAX_OBJECTS:
+        raise InputError(
+            f"with this mask the video has {count} objects, more than the limit of {MAX_OBJECTS} (VOS_MAX_OBJECTS "
+            "raises it): give a mask whose values are ids of objects"
+        )
 
 
 def _as_frame(frame: np.ndarray | Tensor) -> np.ndarray:

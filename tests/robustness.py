@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.cli import run
+from utils.cli import PATH_ERRORS, run
 from utils.errors import InputError
 
 SECONDS = 60  # a case that takes longer counts as hanging
@@ -69,6 +69,10 @@ def attempt(kind: str, content: object, use: Callable[[], object]) -> object:
             result = use()
         except InputError as error:
             assert 10 < len(str(error)) < 2000, str(error)
+            count(kind, content, "refused")
+            return None
+        except OSError as error:
+            assert error.errno in PATH_ERRORS and error.filename is not None, error  # what the scripts refuse as well
             count(kind, content, "refused")
             return None
     count(kind, content, "used")

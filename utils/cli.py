@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import re
@@ -12,6 +13,12 @@ from itertools import islice
 from typing import Any
 
 from utils.errors import InputError
+
+# Of a path that was handed in, wherever it is first used. A disk that is full is none of them: status 1.
+PATH_ERRORS = {
+    getattr(errno, name)
+    for name in "EACCES EEXIST EISDIR ELOOP ENAMETOOLONG ENOENT ENOTDIR ENOTEMPTY EPERM EROFS".split()
+}
 
 
 def run(main: Callable, argv: Sequence[str] | None = None) -> None:
@@ -38,6 +45,10 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> None:
         _fail(130, "interrupted", debug)
     except InputError as error:
         _fail(2, str(error), debug)
+    except OSError as error:
+        if error.errno in PATH_ERRORS and error.filename is not None:
+            _fail(2, f"{os.fsdecode(error.filename)}: {error.strerror}; pass a path that can be used", debug)
+        _fail(1, f"{type(error).__name__}: {error}", debug)
     except Exception as error:
         _fail(1, f"{type(error).__name__}: {error}", debug)
 
@@ -92,9 +103,19 @@ def _parse(main: Callable, argv: Sequence[str]) -> dict:
     try:
         options = parser.parse_args(_configs_first(argv))
         options.pop("config")
+        if name := next((name for name, value in vars(options).items() if _holds_null(value)), None):
+            raise InputError(f"--{name}: holds a null character, which no path or name can")
         return vars(parser.instantiate(options))
     except argparse.ArgumentError as error:
         raise InputError(_explain(parser, str(error))) from error
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        return any(map(_holds_null, value))
+    return isinstance(value, str | os.PathLike) and "\0" in os.fspath(value)
 
 
 def _configs_first(argv: Sequence[str]) -> list[str]:

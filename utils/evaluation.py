@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 WARMUP_FRAMES = 3  # of each process: the first ones pay for allocation, kernel choice and page faults
 AHEAD = 4  # frames decoded before they are needed
+RECORD_KEYS = {"frames", "objects", "seconds", "timed_frames", "model_seconds", "warmup_frames", "settings", "device"}
+RECORD_KEYS |= {"peak_memory_bytes"}
 log = logging.getLogger(__name__)
 
 
@@ -250,7 +252,9 @@ def read_record(output: Path, video: Video, settings: dict) -> dict | None:
     """The record of a finished video, or None: there is none, masks are missing, or the settings were others."""
     try:
         record = json.loads(record_path(output, video).read_text())
-    except (OSError, ValueError):
+        if not RECORD_KEYS <= record.keys():
+            return None
+    except (OSError, ValueError, AttributeError):
         return None
     folder = output / "Annotations" / video.name
     have = set(os.listdir(folder)) if folder.is_dir() else set()

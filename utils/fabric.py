@@ -247,9 +247,12 @@ def _launcher() -> tuple[str, int, int] | None:
 def _ignore_leftovers(num_nodes: int) -> None:
     """Drop what another run's launcher left in this shell: Fabric would wait for ranks that nobody starts."""
     env = os.environ
-    started_by_fabric = env.get("VOS_PARENT_PID") == str(os.getppid()) and env.get("LOCAL_RANK", "0") != "0"
-    if _launcher() or started_by_fabric:
+    is_rank, parent = env.get("LOCAL_RANK", "0") != "0", env.get("VOS_PARENT_PID", "")
+    if _launcher() or (is_rank and parent == str(os.getppid())):
         return
+    if is_rank and parent.isdecimal() and not os.path.exists(f"/proc/{parent}") and os.path.exists("/proc/self"):
+        # Killed while this one was still importing: alone it would take itself for a run and start ranks of its own.
+        raise InputError("the process that started this one as a part of its run has ended")
     stale = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
     if num_nodes == 1:  # several machines without a launcher are joined by these
         stale += ["NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]

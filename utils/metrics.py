@@ -507,6 +507,8 @@ def _score_files(
     if rule.merge:
         gt_ids, pred_ids = {1} if (gt_ids - {0, VOID} or void_is_object) else set(), {1} if pred_ids - {0} else set()
     gt_ids, pred_ids = gt_ids - {0, VOID}, pred_ids - {0}
+    if len(pred_ids - gt_ids) > 1000:  # would take minutes until the first of them is found unknown
+        raise InputError(f"{prediction}: holds {len(pred_ids)} object ids; a label map of the objects is needed")
     if not score:
         return gt_ids, pred_ids, {}
     if rule.merge:
