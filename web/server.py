@@ -198,9 +198,15 @@ def _with_session(function: Callable[[Request, Session], Any]) -> Callable[[Requ
                 answer = await run_in_threadpool(function, request, session)
         except InputError as error:
             raise InputError(_without_folder(str(error), session)) from error
+        except OSError:
+            if session.closed:  # its files went while this was at work
+                raise Gone from None
+            raise
+        if answer is not None:
+            return answer
         if session.closed:
             raise Gone
-        return JSONResponse(await run_in_threadpool(report, request, session)) if answer is None else answer
+        return JSONResponse(await run_in_threadpool(report, request, session))
 
     return endpoint
 

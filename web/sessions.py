@@ -32,6 +32,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt")
 MASK_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", ".zip", ".json", ".mov", ".webm")
 MAX_FOLDER_FRAMES = 200_000
 MAX_OBJECTS = 255
+RELOAD = 10.0  # seconds for which a tab may be away without another taking its place
 FREE_BYTES = 512 * 2**20  # of the disk, that uploads leave
 
 
@@ -268,16 +269,20 @@ class Sessions:
         self._lock = Lock()
 
     def open(self) -> Session:
-        """A new session.
+        """A new session; where there are too many, the one whose tab has been away longest makes room.
 
         Raises:
-            InputError: there are too many.
+            InputError: all of them are in use.
         """
         self.sweep()
+        if len(self._sessions) >= self.limit:
+            left = [s for s in self._sessions.values() if not s.watched and time.monotonic() - s.seen > RELOAD]
+            if left:
+                self.end(min(left, key=lambda session: session.seen))
         with self._lock:
             if len(self._sessions) >= self.limit:
                 raise InputError(
-                    f"{self.limit} sessions are open, the most at a time; close another tab and wait {self.grace:.0f} s"
+                    f"{self.limit} sessions are open, the most at a time; close another tab and wait {RELOAD:.0f} s"
                 )
             session = Session(self.root)
             self._sessions[session.id] = session

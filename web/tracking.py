@@ -56,7 +56,7 @@ class Models:
             InputError: weights or device that cannot be used.
         """
         from utils.checkpoint import load_model
-        from utils.fabric import make_fabric
+        from utils.fabric import make_fabric, place
 
         with self._lock:
             key = (str(checkpoint), model, device)
@@ -67,7 +67,7 @@ class Models:
                     raise InputError("one video is tracked on one device; choose one")
                 while len(self._loaded) >= KEPT_MODELS:
                     self._loaded.popitem(last=False)
-                self._loaded[key] = fabric, fabric.to_device(load_model(checkpoint, model))
+                self._loaded[key] = fabric, place(fabric, load_model(checkpoint, model))
             self._loaded.move_to_end(key)
             return self._loaded[key]
 

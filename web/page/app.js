@@ -27,7 +27,7 @@ const tools = new Tools(view, {
   frame: () => current,
   object: async () => chosen || (await newObject()),
   changed: (change) => { history.add(change); save(change.frame); },
-  propose: (points, box) => attempt(() => api.propose(current, points, box)),
+  propose: (points, box) => busy(attempt(() => api.propose(current, points, box))),
   say: (text) => { $("hint").textContent = text; },
 });
 
@@ -82,10 +82,19 @@ async function attempt(work) {
 }
 
 /** Ask the server for a change; its answer is the new state. */
-const change = (work) => attempt(async () => heard(await work()));
+const change = (work) => busy(attempt(async () => heard(await work())));
 
 function ended() {
   if (!$("ended").open) $("ended").showModal();
+}
+
+let pending = 0;
+/** Note on the page that something is under way, until a promise is kept. */
+function busy(promise) {
+  const note = (step) => { pending += step; document.body.dataset.busy = pending ? "yes" : "no"; };
+  note(1);
+  promise.catch(() => {}).then(() => note(-1));
+  return promise;
 }
 
 // Frames
@@ -116,7 +125,7 @@ function show(number, again = false) {
   stale ||= again;
   timeline.set({ frame: wanted });
   if (document.activeElement !== $("frame")) $("frame").value = wanted;
-  loading ??= load().finally(() => { loading = null; });
+  loading ??= busy(load()).finally(() => { loading = null; });
   return loading;
 }
 
@@ -147,7 +156,7 @@ async function load() {
 
 function save(frame) {
   const labels = view.labels, video = revision;
-  saved = saved.then(() => attempt(async () => heard(await api.draw(frame, labels, video))));
+  saved = busy(saved.then(() => attempt(async () => heard(await api.draw(frame, labels, video)))));
 }
 
 async function play() {
@@ -178,9 +187,9 @@ function toMarked(step) {
 // Objects
 
 async function newObject() {
-  const item = await attempt(() => api.post("objects"));
+  const item = await busy(attempt(() => api.post("objects")));
   if (!item) return 0;
-  state.objects.push(item);
+  if (!state.objects.some(({ id }) => id === item.id)) state.objects.push(item); // the events may have been faster
   choose(item.id);
   return item.id;
 }
