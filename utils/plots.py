@@ -88,6 +88,30 @@ def learning_curve(run_dir: str | Path, output: str | Path) -> None:
     os.replace(temporary, output)
 
 
+def heat_map(values: list[list[float | None]], rows: list[str], columns: list[str], output: Path) -> None:
+    """Write a picture of a table of scores in 0..1: `values[i][j]` stands in row i and column j, None stays empty."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file is written, no window opened
+    from matplotlib import pyplot
+
+    table = np.array([[np.nan if value is None else value for value in row] for row in values], float)
+    size = (2.2 + 1.1 * len(columns), 1.4 + 0.5 * len(rows))
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    axes.imshow(table, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel="J&F on", ylabel="after")
+    for i, j in zip(*np.nonzero(np.isfinite(table)), strict=True):
+        color = "white" if table[i, j] < 0.6 else "black"
+        axes.text(j, i, f"{100 * table[i, j]:.1f}", ha="center", va="center", color=color)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}")
+    figure.savefig(temporary, format=output.suffix.lstrip(".") or "png", dpi=120)
+    pyplot.close(figure)
+    os.replace(temporary, output)
+
+
 def main(run_dir: str, output: str = "curve.png", debug: bool = False) -> None:
     """Plot the learning curve of a run.
 

@@ -59,9 +59,11 @@ def set_learning_rate(
         if group["part"] == "encoder":
             group["lr"] = minimum + (rate - minimum) * encoder_ratio
         elif group["part"] == "identity_bank" and freeze_identities:
+            group.setdefault("decay_when_learning", group["weight_decay"])  # of use where a schedule starts anew
             group["lr"] = group["weight_decay"] = 0.0
         else:
             group["lr"] = rate
+            group["weight_decay"] = group.pop("decay_when_learning", group["weight_decay"])
 
 
 class WeightAverage:
@@ -86,6 +88,13 @@ class WeightAverage:
         torch._foreach_lerp_(
             list(self.shadow.values()), [p.detach() for p in self._parameters.values()], 1 - decay
         )
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew from the averaged weights, which become the model's."""
+        self.updates = 0
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self.shadow[name])
 
     def state_dict(self) -> dict[str, int | dict[str, Tensor]]:
         return {"updates": self.updates, "shadow": self.shadow}

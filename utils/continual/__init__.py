@@ -1,0 +1,1 @@
+"""Training through a sequence of experiences without losing what was learned before; docs/CONTINUAL.md explains it."""
