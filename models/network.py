@@ -41,6 +41,7 @@ class VOSNetwork(nn.Module):
         max_long_edge: frames are shrunk to it when tracking, unless the tracker is told otherwise.
         group_size: objects that are tracked together, at most 10; a model that was trained on few objects at once
             tells fewer apart, at the price of a pass through transformer and decoder for every group.
+        object_edge: frames are enlarged for objects smaller than this, see models.tracker.enlargement; None: never.
         width: channels of the transformer's tokens.
     """
 
@@ -56,6 +57,7 @@ class VOSNetwork(nn.Module):
         test_memory_gap: int | None,
         max_long_edge: int,
         group_size: int = SLOTS,
+        object_edge: int | None = None,
         width: int = 256,
     ):
         super().__init__()
@@ -70,7 +72,7 @@ class VOSNetwork(nn.Module):
         self.identity_norm = nn.LayerNorm(width) if identity_norm else nn.Identity()
         self.align_corners = align_corners
         self.train_memory_gap, self.test_memory_gap = train_memory_gap, test_memory_gap
-        self.max_long_edge, self.group_size = max_long_edge, group_size
+        self.max_long_edge, self.group_size, self.object_edge = max_long_edge, group_size, object_edge
         self._compiles = False
         self._folded: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the module's state
         encoder.freeze_first_stage()

@@ -23,6 +23,7 @@ class ModelSettings:
     memory_gap_test: int | None = None
     group_size: int = 10  # objects tracked together; they share an identity bank
     max_long_edge: int = 1040  # frames are shrunk to it for the network; 1.3 x 800 in the published evaluation
+    object_edge: int | None = None  # frames are enlarged for small objects, see models.tracker.enlargement
 
 
 def _family(family: str) -> dict[str, ModelSettings]:
@@ -50,6 +51,7 @@ _RANGES = {
     "memory_gap_test": (int, 1, 10**6),
     "group_size": (int, 1, 10),
     "max_long_edge": (int, 16, 2**16),
+    "object_edge": (int, 1, 2**16),
 }
 
 # Both papers' model zoos; r101 and rs101 from the public code's configurations.
@@ -129,6 +131,7 @@ def build_model(name: str, **overrides: object) -> nn.Module:
             test_memory_gap=settings.memory_gap_test,
             max_long_edge=settings.max_long_edge,
             group_size=settings.group_size,
+            object_edge=settings.object_edge,
         )
         model.name, model.settings = name.lower(), settings
         # Tokens lie channels last in memory, so that the convolutions that meet them need no reordering.

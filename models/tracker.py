@@ -1,5 +1,6 @@
 """Tracker: one video, frame by frame, at the video's own size and with the user's own object ids."""
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Tracker:
         long_term_gap: every n-th frame enters the long-term memory; None: the model's published setting; 0: reference
             frames only.
         max_memory_frames: most frames in the long-term memory of ten objects, None: no limit.
-        max_long_edge: frames are shrunk to this long edge for the network, None: the model's own
-            setting (1040 for the published ones).
+        max_long_edge: frames are shrunk to this long edge for the network, None: the model's own setting (1040 for the
+            published ones), and `enlargement` where the model asks for it.
         max_short_edge: likewise for the short edge, None: no limit.
         flip: also track the mirrored video and average (test-time augmentation).
         scales: also track at these scales and average.
@@ -81,6 +82,7 @@ class Tracker:
         self._new_session = lambda: Session(model, gap, max_memory_frames)
         self._max_long_edge = model.max_long_edge if max_long_edge is None else max_long_edge
         self._max_short_edge = max_short_edge
+        self._object_edge = model.object_edge if max_long_edge is None and max_short_edge is None else None
         self._views = [(scale, mirrored) for scale in scales for mirrored in ((False, True) if flip else (False,))]
         self.reset()
 
@@ -89,6 +91,7 @@ class Tracker:
         self._sessions = [self._new_session() for _ in self._views]
         self._slots: list[int | None] = []  # id of each slot, None once removed
         self._frame_size: tuple[int, int] | None = None
+        self._enlargement: float | None = None  # known with the first object
 
     @property
     def object_ids(self) -> list[int]:
@@ -145,6 +148,8 @@ class Tracker:
         if not tracked and (given is None or not given.any()):
             device = self._model.identity_bank.weight.device
             return Prediction(np.zeros(size, np.int32), [], torch.ones(1, *size, device=device), normalised=True)
+        if self._object_edge is not None and self._enlargement is None:
+            self._enlargement = enlargement(given, self._object_edge, self._max_long_edge)
 
         features = [self._model.encode(self._view(image, *view), self._encoder) for view in self._views]
         if tracked:
@@ -215,7 +220,26 @@ class Tracker:
         return F.interpolate(label[None, None].float(), self._network_size(self._views[i][0]), mode="nearest")[0]
 
     def _network_size(self, scale: float) -> tuple[int, int]:
+        if self._enlargement is not None:
+            return network_size(self._model, *self._frame_size, scale * self._enlargement)
         return network_size(self._model, *self._frame_size, scale, self._max_short_edge, self._max_long_edge)
+
+
+def enlargement(mask: np.ndarray, object_edge: float, long_edge: float) -> float:
+    """The factor by which frames are resized so that the smallest object is large enough for the network to follow.
+
+    An object's edge is the square root of its area. Frames get at least `long_edge`, and up to 1.6 times that where it
+    takes so much to give the smallest object `object_edge` pixels, but never more than twice their own size.
+
+    Args:
+        mask: (H, W) the first mask, with an object at least.
+        object_edge: in pixels of the network's input.
+        long_edge: of the network's input when no object is small.
+    """
+    native = max(mask.shape)
+    smallest = np.unique(mask[mask > 0], return_counts=True)[1].min()
+    wanted = min(max(object_edge / math.sqrt(smallest), long_edge / native), 1.6 * long_edge / native)
+    return min(wanted, 2.0)
 
 
 def network_size(

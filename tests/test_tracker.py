@@ -15,7 +15,7 @@ from golden_cases import golden_model as unfolded_model
 
 from models import Tracker, build_model
 from models.memory import LongTermMemory
-from models.tracker import Prediction
+from models.tracker import Prediction, enlargement
 from utils.errors import InputError
 
 MODELS = ["aott", "deaott"]
@@ -720,3 +720,37 @@ def test_compiled_for_inference(name):
         expected = track(Tracker(golden_model(name), long_term_gap=1), frames, masks)
         for right, prediction in zip(expected, track(Tracker(compiled, long_term_gap=1), frames, masks), strict=True):
             torch.testing.assert_close(prediction.scores, right.scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sides, factor",
+    [
+        ([40], 100 / 128),  # large enough at the usual size
+        ([40, 16], 1.25),  # the smallest decides: 20 / 16
+        ([14], 1.6 * 100 / 128),  # 20 / 14 would be beyond the limit
+    ],
+)
+def test_enlargement_for_small_objects(sides, factor):
+    mask = np.zeros((96, 128), np.int32)
+    for i, side in enumerate(sides):
+        mask[50 * i : 50 * i + side, :side] = 7 + i
+    assert enlargement(mask, object_edge=20, long_edge=100) == pytest.approx(factor)
+    assert enlargement(mask, object_edge=20, long_edge=1000) == 2.0  # never more than twice
+
+
+def test_tracker_enlarges_frames_for_small_objects():
+    """Once for a video, with its first object, and not where the caller has set the size."""
+    model = build_model("aott", object_edge=24, max_long_edge=64)
+    sizes: list[tuple[int, int]] = []
+    model.encoder.register_forward_pre_hook(lambda _, images: sizes.append(tuple(images[0].shape[-2:])))
+    model.folded_encoder = lambda: model.encoder
+    frames = video(3)
+    for limit, expected in ((None, model.input_size(72, 96)), (64, model.input_size(48, 64))):
+        sizes.clear()
+        tracker = Tracker(model, max_long_edge=limit)
+        predictions = track(tracker, frames, {1: squares([5], side=16), 2: squares([9], side=8)})
+        assert sizes == [expected] * 2
+        assert predictions[2].labels.shape == (48, 64) and predictions[2].object_ids == [5, 9]
+        tracker.reset()
+        tracker.step(frames[0], squares([1], side=40))
+        assert sizes[-1] == model.input_size(48, 64)
