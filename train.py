@@ -31,6 +31,7 @@ def main(
     total_steps: int = 100000,
     batch_size: int = 16,
     accumulation: int = 1,
+    recompute: bool = False,
     crop: tuple[int, int] | None = None,
     frames: int = 5,
     short_edge: int = 480,
@@ -90,6 +91,7 @@ def main(
         total_steps: Optimiser steps of the whole schedule; experiences have their own.
         batch_size: Clips a step over all devices.
         accumulation: Forward and backward passes a step on each device.
+        recompute: Keep no activations of transformer and decoder: less memory, their forward pass done twice.
         crop: Height and width of the clips; default 465 or, for models without align_corners, 464.
         frames: Frames of a clip, the reference with them.
         short_edge: Short edge that scale 1 stands for.
@@ -479,6 +481,7 @@ def forward(model, batch, at, feed_predictions=None, *, s):
         permutation=order if s["identity_shuffle"] else None,
         feed_predictions=feeds_predictions(at, s) if feed_predictions is None else feed_predictions,
         reference_gradient=reference_weight(*at, ratio=s["reference_loss_ratio"]) > 0,
+        recompute=s["recompute"],
     )
 
 

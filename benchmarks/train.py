@@ -27,6 +27,7 @@ def main(
     short_edge: int = 480,
     frames: int = 5,
     batch_size: int = 4,
+    recompute: bool = False,
     workers: int = 2,
     steps: int = 8,
     naive: bool = True,
@@ -48,6 +49,7 @@ def main(
         short_edge: Short edge that scale 1 stands for.
         frames: Frames of a clip.
         batch_size: Clips a step over all devices.
+        recompute: As of train.py.
         workers: Loader processes of each device.
         steps: Steps measured of each implementation, after two that are not.
         naive: Also run benchmarks/naive.py's attention, in turn with the real one.
@@ -75,6 +77,7 @@ def main(
         "short_edge": short_edge,
         "frames": frames,
         "batch_size": batch_size,
+        "recompute": recompute,
         "workers": workers,
         "total_steps": 100000,  # more than are run, and near the start of the schedule
         "resume": "never",

@@ -37,10 +37,10 @@ def run_rank(rank: int, world_size: int, videos: Path, output: Path, options: di
 
 
 def runs(gloo_pool, videos: Path, folder: Path, **options) -> dict[str, Path]:
-    """The same run by one process, by one in two passes a step, and by two processes."""
+    """The same run by one process, by one in two passes a step with activations computed twice, and by two processes."""
     folders = {name: folder / name for name in ("one", "passes", "two")}
     run_rank(0, 1, videos, folders["one"], options)
-    run_rank(0, 1, videos, folders["passes"], options | {"accumulation": 2})
+    run_rank(0, 1, videos, folders["passes"], options | {"accumulation": 2, "recompute": True})
     gloo_pool.run(run_rank, videos, folders["two"], options, timeout=600)
     return folders
 
