@@ -120,8 +120,10 @@ def plan(options: dict[str, Any]) -> tuple["Benchmark", Path, dict[str, Any], st
     """
     from data.benchmarks import open_benchmark
     from utils.metrics import find_preset
+    from utils.options import EVALUATION, check_numbers
 
     o = options
+    check_numbers(o, EVALUATION)
     benchmark = open_benchmark(o["dataset"], o["data_root"], o["split"], o["resolution"])
     rules = find_preset(o["preset"] or benchmark.preset).name
     if benchmark.unlabelled and o["score"] is True:

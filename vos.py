@@ -234,7 +234,11 @@ class VOS:
             written, config, options = dict(config), None, {**config, **options}
         else:
             is_file = config is not None and Path(config).is_file()
-            written = (yaml.safe_load(Path(config).read_text()) or {}) if is_file else {}
+            try:
+                written = yaml.safe_load(Path(config).read_text(encoding="utf-8")) if is_file else None
+            except (ValueError, yaml.YAMLError, RecursionError) as error:
+                raise InputError(f"config {config}: is no YAML ({' '.join(str(error).split())})") from error
+            written = written if isinstance(written, dict) else {}  # what else it is, the options' check says
         own = {"model": self.model.name, "encoder": self.model.settings.encoder}
         for name, value in own.items():
             if written.get(name) not in (None, value):

@@ -3,30 +3,21 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
-from robustness import attempt, command, count, damaged
-from training_cases import OPTIONS
+from robustness import attempt, count, damaged
 
-import demo
-import eval as evaluation
-import train
 from data.benchmarks import given_mask, open_benchmark
 from data.images import read_rgb
 from data.labels import label_ids, read_label_png
 from data.masks import write_mask
 from data.training import open_training_data
-from models import Tracker, build_model
+from models import build_model
 from utils.checkpoint import save_weights
-from utils.cli import read_options
 from utils.errors import InputError
 from utils.results import score_predictions
 

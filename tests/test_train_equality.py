@@ -37,7 +37,7 @@ def run_rank(rank: int, world_size: int, videos: Path, output: Path, options: di
 
 
 def runs(gloo_pool, videos: Path, folder: Path, **options) -> dict[str, Path]:
-    """The same run by one process, by one in two passes a step with activations computed twice, and by two processes."""
+    """The same run by one process, by one in two passes a step and activations computed twice, by two processes."""
     folders = {name: folder / name for name in ("one", "passes", "two")}
     run_rank(0, 1, videos, folders["one"], options)
     run_rank(0, 1, videos, folders["passes"], options | {"accumulation": 2, "recompute": True})

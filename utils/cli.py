@@ -4,12 +4,13 @@ import argparse
 import difflib
 import errno
 import json
+import math
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from utils.errors import InputError
@@ -19,6 +20,9 @@ PATH_ERRORS = {
     getattr(errno, name)
     for name in "EACCES EEXIST EISDIR ELOOP ENAMETOOLONG ENOENT ENOTDIR ENOTEMPTY EPERM EROFS".split()
 }
+
+
+MAX_VALUES = 100_000  # in a file of options
 
 
 def run(main: Callable, argv: Sequence[str] | None = None) -> None:
@@ -89,6 +93,7 @@ def _parse(main: Callable, argv: Sequence[str]) -> dict:
             if not os.path.isfile(values):
                 raise InputError(f"--config {values}: there is no such file")
             try:
+                _check_aliases(values)
                 super().__call__(parser, cfg, values, option_string)
                 parser.validate(cfg, skip_required=True)  # here and not at the end, to know which file it was
             except Exception as error:
@@ -116,6 +121,26 @@ def _holds_null(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_holds_null, value))
     return isinstance(value, str | os.PathLike) and "\0" in os.fspath(value)
+
+
+def _check_aliases(path: str) -> None:
+    """Refuse YAML whose aliases would make it grow without need: nine lines can stand for a billion values."""
+    import yaml
+
+    with open(path, encoding="utf-8") as file:
+        root = yaml.compose(file, yaml.SafeLoader)
+    sizes: dict[int, float] = {}
+
+    def size(node: yaml.Node) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # what is found of a node that holds itself
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            inner = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MAX_VALUES:
+        raise ValueError(f"its aliases stand for more than {MAX_VALUES} values, the limit")
 
 
 def _configs_first(argv: Sequence[str]) -> list[str]:
