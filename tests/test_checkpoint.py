@@ -305,6 +305,30 @@ def test_round_trip(small, tmp_path, half):
     assert path.stat().st_size == pytest.approx(values * (2 if half else 4), rel=0.05)
 
 
+def test_filters_that_are_the_same_everywhere_are_stored_once(tmp_path):
+    whole, eased = build_model("aott"), build_model("aott")
+    eased.ease_start()
+    sizes = []
+    for name, model in (("whole", whole), ("eased", eased)):
+        path = tmp_path / f"{name}.safetensors"
+        save_weights(model, path, half=True)
+        sizes.append(path.stat().st_size)
+        loaded = load_model(path)
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], tensor.half().to(tensor.dtype))
+        loaded.identity_bank.weight.data[0, 0, 0, 0] = 5  # has memory of its own for every place
+        assert (loaded.identity_bank.weight == 5).sum() == 1
+    assert sizes[0] - sizes[1] > 0.95 * 2 * whole.identity_bank.weight.numel()
+
+
+@pytest.mark.parametrize("note", ['{"identity_bank.weight": [100000, 100000]}', '{"nothing": [2, 2]}', "[1]", "[["])
+def test_notes_of_repeated_values_are_checked(small, tmp_path, note):
+    path = tmp_path / "weights.safetensors"
+    save_weights(small, path, repeated=note)
+    with pytest.raises(InputError, match="repeated values cannot be used"):
+        load_model(path)
+
+
 def test_load_model_names(small, published, tmp_path):
     path = tmp_path / "small.safetensors"
     save_weights(small, path)

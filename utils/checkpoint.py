@@ -19,6 +19,8 @@ from models.published import IMAGENET_EXTRAS, IMAGENET_MISSING, rename_encoder_k
 from models.registry import build_model
 from utils.errors import InputError
 
+MAX_KERNEL = 64 * 64  # places of a filter
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -81,7 +83,8 @@ def save_weights(model: nn.Module, path: str | Path, *, kind: str = "raw", half:
 
     Args:
         kind: "raw" or "ema", kept in the file.
-        half: store float16, read back as float32.
+        half: store float16, read back as float32. A filter that is the same at all its places (a frozen identity bank
+            of `VOSNetwork.ease_start`) is then stored once.
         notes: more text to keep in the file.
     """
     from safetensors.torch import save_file
@@ -94,6 +97,13 @@ def save_weights(model: nn.Module, path: str | Path, *, kind: str = "raw", half:
         if not key.endswith("relative_position_index")
     }
     metadata = {"model": model.name, "settings": json.dumps(asdict(model.settings)), "kind": kind, **notes}
+    repeated = {}
+    for key, tensor in tensors.items():
+        once = tensor[..., :1, :1] if half and tensor.dim() == 4 else tensor
+        if once.numel() < tensor.numel() and torch.equal(once.expand_as(tensor), tensor):
+            tensors[key], repeated[key] = once.contiguous(), tensor.shape[-2:]
+    if repeated:
+        metadata["repeated"] = json.dumps(repeated)
     metadata["crc32"] = _checksum(tensors)  # the format has none
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -188,6 +198,13 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path}: is not a whole safetensors file ({error})") from None
     if metadata.get("crc32", found := _checksum(tensors)) != found:
         raise InputError(f"{path}: is damaged, its values do not match their checksum; copy or save it again")
+    try:
+        for key, (height, width) in json.loads(metadata.get("repeated", "{}")).items():
+            if not 1 <= height * width <= MAX_KERNEL:
+                raise ValueError(f"{key} repeated {height} x {width} times")
+            tensors[key] = tensors[key].expand(-1, -1, height, width)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+        raise InputError(f"{path}: what it says of repeated values cannot be used ({error})") from None
     return tensors, metadata
 
 
