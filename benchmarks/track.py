@@ -12,6 +12,7 @@ from pathlib import Path
 def main(
     models: list[str] = ["aott"],  # noqa: B006 - the parser copies it
     encoder: str | None = None,
+    checkpoint: Path | None = None,
     sizes: list[tuple[int, int]] = [(480, 854)],  # noqa: B006
     objects: list[int] = [10],  # noqa: B006
     memory_frames: list[int] = [1],  # noqa: B006
@@ -28,6 +29,8 @@ def main(
     Args:
         models: Names of published models.
         encoder: Another encoder for all of them.
+        checkpoint: A weights file of this project instead: its masks hold together, while those of random weights put
+            several objects into every patch. All objects of ten are tracked together.
         sizes: Height and width of the frames.
         objects: Numbers of objects.
         memory_frames: Frames in the long-term memory; it does not grow while measured.
@@ -43,14 +46,20 @@ def main(
 
     from benchmarks.naive import naive_tracking
     from models import build_model
+    from models.network import SLOTS
+    from utils.checkpoint import load_model
     from utils.fabric import make_fabric
 
     fabric = make_fabric(accelerator, devices)
     rows = []
     header = "model  size  objects  memory  ms (min-max)  GFLOP  peak GFLOP/s  share  peak MiB"
     print(header + ("  naive ms  ratio" if naive else ""))
-    for name in models:
-        network = fabric.to_device(build_model(name, **({"encoder": encoder} if encoder else {})))
+    for name in [str(checkpoint)] if checkpoint else models:
+        if checkpoint:
+            network = fabric.to_device(load_model(checkpoint))
+            network.group_size = SLOTS
+        else:
+            network = fabric.to_device(build_model(name, **({"encoder": encoder} if encoder else {})))
         for size in sizes:
             for count in objects:
                 for frames in memory_frames:
