@@ -3,8 +3,9 @@
 Tokens are (b, n, c), row by row over a map of `size` = (height, width). Both transformers of this package share one
 interface, so that network and session need not know which of them they hold:
 
-* forward(x, position, size, identity, long_term, short_term) -> (outputs, pending): reads memory, or, where identity
-  is given, lets the frame be its own memory;
+* look(x, position) -> seen: what the first layer does before it meets memory, the same for every group of objects;
+* forward(x, position, size, identity, long_term, short_term, seen) -> (outputs, pending): reads memory, or, where
+  identity is given, lets the frame be its own memory;
 * complete(pending, identity) -> entries: what a frame leaves in memory once its mask is known, a (key, value) a layer.
 """
 
@@ -92,19 +93,22 @@ class AOTLayer(nn.Module):
         self.linear2 = nn.Linear(4 * width, width)
         self.drop_path = DropPath(drop_path)
 
+    def look(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens after self attention, their norm, and the queries of both memories."""
+        y = self.norm1(x)
+        x = x + self.drop_path(self.self_attn(y + position, y))
+        y = self.norm2(x)
+        return x, y, split_heads(self.linear_Q(y), self.heads)
+
     def forward(
         self,
-        x: Tensor,
-        position: Tensor,
+        seen: tuple[Tensor, Tensor, Tensor],
         size: tuple[int, int],
         identity: Tensor | None,
         long_term: Entry | None,
         short_term: Entry | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        y = self.norm1(x)
-        x = x + self.drop_path(self.self_attn(y + position, y))
-        y = self.norm2(x)
-        q = split_heads(self.linear_Q(y), self.heads)
+        x, y, q = seen
         pending = (q, y)
         if identity is not None:
             long_term = short_term = self.complete(pending, identity)
@@ -137,15 +141,20 @@ class AOTTransformer(nn.Module):
         identity: Tensor | None = None,
         long_term: list[Entry] | None = None,
         short_term: list[Entry] | None = None,
+        seen: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """See the module's text. The output (b, n, width * (layers + 1)) is the input beside every layer's output."""
         outputs, pending = [x], []
         for i, (layer, norm) in enumerate(zip(self.layers, self.decoder_norms, strict=True)):
             read = (None, None) if identity is not None else (long_term[i], short_term[i])
-            x, left = layer(x, position, size, identity, *read)
+            seen_here = seen if i == 0 and seen is not None else layer.look(x, position)
+            x, left = layer(seen_here, size, identity, *read)
             outputs.append(norm(x))
             pending.append(left)
         return torch.cat(outputs, dim=-1), pending
+
+    def look(self, x: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        return self.layers[0].look(x, position)
 
     def complete(self, pending: list[tuple[Tensor, ...]], identity: Tensor) -> list[Entry]:
         return [layer.complete(left, identity) for layer, left in zip(self.layers, pending, strict=True)]

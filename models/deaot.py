@@ -90,15 +90,8 @@ class DeAOTLayer(nn.Module):
         self.self_attn = SelfGate(gathered, width, dropout, self.key_width)
         self.drop_path = DropPath(drop_path)
 
-    def forward(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        size: tuple[int, int],
-        identity: Tensor | None,
-        long_term: Entry | None,
-        short_term: Entry | None,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def look(self, x: Tensor, y: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Query, value, gate of the memories, and the norm of the identity stream."""
         x1 = self.norm1(x)
         q, v = self.linear_QV(x1).split((self.key_width, self.linear_U.out_features), dim=-1)
         q = q.unsqueeze(1)
@@ -108,7 +101,20 @@ class DeAOTLayer(nn.Module):
         else:
             y1 = self.id_norm1(y)
             gate = silu(torch.cat((self.linear_U(x1), self.linear_ID_U(y1)), dim=-1))
-        pending = (q, silu(v), y1)
+        return q, silu(v), gate, y1
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        seen: tuple[Tensor | None, ...],
+        size: tuple[int, int],
+        identity: Tensor | None,
+        long_term: Entry | None,
+        short_term: Entry | None,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        q, v, gate, y1 = seen
+        pending = (q, v, y1)
         if identity is not None:
             long_term = short_term = self.complete(pending, identity)
         read = self.long_term_attn(q, *long_term, gate, size) + self.short_term_attn(q, *short_term, gate, size)
@@ -152,14 +158,19 @@ class DeAOTTransformer(nn.Module):
         identity: Tensor | None = None,
         long_term: list[Entry] | None = None,
         short_term: list[Entry] | None = None,
+        seen: tuple[Tensor | None, ...] | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """See models/aot.py. The output (b, n, 2 * width) is the last layer's; DeAOT has no position embedding."""
         y, pending = None, []
         for i, layer in enumerate(self.layers):
             read = (None, None) if identity is not None else (long_term[i], short_term[i])
-            x, y, left = layer(x, y, size, identity, *read)
+            seen_here = seen if i == 0 and seen is not None else layer.look(x, y)
+            x, y, left = layer(x, y, seen_here, size, identity, *read)
             pending.append(left)
         return self.decoder_norms[0](torch.cat((x, y), dim=-1)), pending
+
+    def look(self, x: Tensor, position: None) -> tuple[Tensor | None, ...]:
+        return self.layers[0].look(x, None)
 
     def complete(self, pending: list[tuple[Tensor, ...]], identity: Tensor) -> list[Entry]:
         return [layer.complete(left, identity) for layer, left in zip(self.layers, pending, strict=True)]

@@ -100,6 +100,7 @@ class VOSNetwork(nn.Module):
             if hasattr(module, "relative_emb_k"):  # window attention: a loop that is as it should be
                 module.forward = torch.compiler.disable(module.forward)
         self.transformer.compile(dynamic=True)
+        self.transformer.look = torch.compile(self.transformer.look, dynamic=True)
         self.decoder.compile(dynamic=True)
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """State of one video at one network input size: groups of objects, each group with memory of its own."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from models.aot import Entry
 from models.memory import LongTermMemory
 from models.network import Features, VOSNetwork
+
+_LEAST = 1e-5  # probabilities of several groups are kept this far from 0 and 1 (the published evaluation's rule)
+_LIMIT = math.log((1 - _LEAST) / _LEAST)
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Session:
     def read(self, features: Features) -> dict[int, Tensor]:
         """Logits (1, 11, h/4, w/4) of every group that has memory."""
         logits = {}
+        seen = self.network.transformer.look(features.tokens, features.position)
         for number, group in self.groups.items():
             tokens, group.pending = self.network.transformer(
                 features.tokens,
@@ -51,6 +56,7 @@ class Session:
                 None,
                 group.long_term.read(),
                 group.short_term,
+                seen,
             )
             group.clock += 1
             logits[number] = self.network.decode(tokens, features)
@@ -79,13 +85,16 @@ class Session:
         Args:
             slots: all slots that hold an object from now on.
         """
+        seen = self.network.transformer.look(features.tokens, features.position)
         for number in sorted({slot // self.group_size for slot in slots}):
             if number not in self.groups:
                 self.groups[number] = Group(LongTermMemory(self.max_memory_frames))
             group = self.groups[number]
             group.live = [slot % self.group_size + 1 for slot in slots if slot // self.group_size == number]
             identity = self._embed(self._local(label, number, group), group)
-            _, pending = self.network.transformer(features.tokens, features.position, features.size, identity)
+            _, pending = self.network.transformer(
+                features.tokens, features.position, features.size, identity, seen=seen
+            )
             group.short_term = self.network.transformer.complete(pending, identity)
             group.long_term.add(group.short_term, reference=True)
             group.memorised_at = group.clock
@@ -110,18 +119,30 @@ class Session:
         One group: its own logits. More: the background is where every group sees background, the objects keep their
         probability in their group (golden rule of the published evaluation: clamped to 1e-5, as a logit).
         """
-        parts = []
+        if len(logits) == 1:
+            ((number, only),) = logits.items()
+            return self.network.resize(self._live(only, number), size)
+        background, objects = None, []
         for number in sorted(logits):
-            # Channels last: a resize or an argmax then reads the values of a pixel together, two to ten times faster.
-            live = logits[number][:, [0, *self.groups[number].live]].contiguous(memory_format=torch.channels_last)
-            live = live.to(torch.promote_types(live.dtype, torch.float32))
-            parts.append(self.network.resize(live, size))
-        if len(parts) == 1:
-            return parts[0]
-        probabilities = [part.softmax(1) for part in parts]
-        background = torch.stack([p[:, 0] for p in probabilities]).prod(0)
-        merged = torch.cat([background[:, None], *(p[:, 1:] for p in probabilities)], dim=1)
-        return torch.logit(merged.clamp_(1e-5, 1 - 1e-5))
+            live = self._live(logits[number], number)
+            if live.shape[1] == 2:  # one object: its probability's logit is a difference, one plane to resize
+                logit = self.network.resize(live[:, 1:] - live[:, :1], size)
+                own_background = torch.sigmoid(-logit)
+                objects.append(logit.clamp_(-_LIMIT, _LIMIT))
+            else:
+                probabilities = self.network.resize(live, size).softmax(1)
+                own_background = probabilities[:, :1]
+                objects.append(torch.logit(probabilities[:, 1:].clamp(_LEAST, 1 - _LEAST)))
+            background = own_background if background is None else background * own_background
+        return torch.cat([torch.logit(background.clamp(_LEAST, 1 - _LEAST)), *objects], dim=1)
+
+    def _live(self, logits: Tensor, number: int) -> Tensor:
+        """The planes of background and live objects, in at least float32.
+
+        Channels last: a resize or an argmax then reads the values of a pixel together, two to ten times faster.
+        """
+        live = logits[:, [0, *self.groups[number].live]].contiguous(memory_format=torch.channels_last)
+        return live.to(torch.promote_types(live.dtype, torch.float32))
 
     def _local(self, label: Tensor, number: int, group: Group) -> Tensor:
         """Label map (1, h, w) of all slots -> (h, w) uint8 places in the group: 0 background, then live slots."""

@@ -224,7 +224,7 @@ def test_remove(name):
     full = memory_bytes(tracker)
     tracker.remove(i for i in (11, 13))  # the last two of the second group
     assert set(tracker._sessions[0].groups) == {0}
-    assert memory_bytes(tracker) <= full / 2
+    assert memory_bytes(tracker) <= 0.58 * full  # queries of the last frame are shared
     check(tracker.step(frames[3]), mask.shape, left[:-2])
     tracker.remove(tracker.object_ids)
     assert tracker.object_ids == [] and memory_bytes(tracker) == 0 and tracker.memory_frames == 0
