@@ -78,10 +78,9 @@ def main(
     """
     options = dict(locals())
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    # Threads of torch that wait actively take the cores of the other processes (20 times slower was seen); one process
-    # alone is a fifth faster with them. Read when torch is imported.
-    if str(devices) not in ("auto", "1") or os.environ.get("WORLD_SIZE", "1") != "1":
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads of torch that wait actively take the cores from each other as soon as they are shared (20 times slower was
+    # seen); read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     # 1. Masks made elsewhere: nothing to run, no device.
     if predictions is not None:
