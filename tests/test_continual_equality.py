@@ -6,6 +6,7 @@ not. All plugins are in the default cases, some of them together; the marker `sl
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from utils.continual.check import (
 )
 from utils.continual.scores import read_matrix
 
+os.environ["VOS_PLUGINS"] = "continual_controls"
+
 EWC = {"kind": "ewc", "strength": 300.0, "clips": 3}
 SI = {"kind": "si", "strength": 1.0}
 REPLAY = {"kind": "replay", "size": 5}
@@ -32,10 +35,9 @@ AGEM = {"kind": "agem", "size": 3, "sample": 3}
 BALANCED = {"kind": "replay", "policy": "balanced", "size": 4, "share": 0.34}
 MANY = [EWC | {"online": True, "decay": 0.9}, SI, "lwf", BALANCED, AGEM]
 TOGETHER = {
-    "ewc and replay": [EWC, REPLAY],
+    "cumulative, ewc and replay": ["cumulative", EWC, REPLAY],
     "online ewc, si, lwf, balanced replay and agem": MANY,
     "gem": [GEM],
-    "cumulative": ["cumulative"],
     "joint": ["joint"],
 }
 ALONE = {
@@ -52,15 +54,16 @@ ALONE = {
     "balanced replay": [BALANCED],
     "ewc and replay": [EWC, REPLAY],
 }
+PAIR = "cumulative, ewc and replay"
 # What is wrong with it, the case that is right, the plugins.
 CONTROLS = {
-    "penalty times processes": ("ewc and replay", [EWC | {"kind": "PenaltyTimesProcesses"}, REPLAY]),
-    "fisher of process batches": ("ewc and replay", [EWC | {"kind": "FisherOfProcessBatches"}, REPLAY]),
-    "duplicated replay": ("ewc and replay", [EWC, REPLAY | {"kind": "DuplicatedReplay"}]),
+    "penalty times processes": (PAIR, ["cumulative", EWC | {"kind": "PenaltyTimesProcesses"}, REPLAY]),
+    "fisher of process batches": (PAIR, ["cumulative", EWC | {"kind": "FisherOfProcessBatches"}, REPLAY]),
+    "duplicated replay": (PAIR, ["cumulative", EWC, REPLAY | {"kind": "DuplicatedReplay"}]),
     "projection of local gradients": ("gem", [GEM | {"kind": "ProjectionOfLocalGradients"}]),
     "references not reduced": ("gem", [GEM | {"kind": "ReferencesNotReduced"}]),
 }
-FEWER = {"joint": (1, 3), "cumulative": (1, 2)}  # they change which clips are seen and nothing else
+FEWER = {"joint": (1, 3)}  # it changes which clips are seen and nothing else
 RESUMED = "online ewc, si, lwf, balanced replay and agem"
 FLOAT32 = "ewc, lwf and replay in float32"
 
@@ -89,9 +92,11 @@ def runs(tmp_path_factory) -> dict[tuple[str, int], Path]:
     ]
     cases += cases_of(RESUMED, MANY)
     cases += [Case(FLOAT32, {"plugins": [EWC, "lwf", REPLAY], "experiences": evaluated} | RATES, (1, 3))]
-    cases += [Case("two passes", {"plugins": [EWC, REPLAY], "accumulation": 2}, (1,))]
+    cases += [Case("two passes", {"plugins": TOGETHER[PAIR], "accumulation": 2}, (1,))]
     cases += [Case(name, {"plugins": named(plugins)}, (2,)) for name, (_, plugins) in CONTROLS.items()]
-    return run_worlds(cases, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOS_PLUGINS", "continual_controls")
+        return run_worlds(cases, folder)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_evaluation_after_each_experience(runs, processes):
 
 
 def test_accumulation(runs):
-    found = compare(runs["ewc and replay", 1], runs["two passes", 1])
+    found = compare(runs[PAIR, 1], runs["two passes", 1])
     assert max(found.values()) <= TOLERANCE["64-true"], found
 
 
@@ -162,7 +167,7 @@ def test_every_remedy_took_part(runs):
     assert [float(row["replay_clips"]) for row in table] == [0, 0, 4, 4, 4, 4]
     assert sum(float(row["gem_projected"]) for row in rows(runs["gem", 1])) >= 1
     assert sum(float(row["agem_projected"]) for row in table) >= 1
-    joint, cumulative = rows(runs["joint", 1]), rows(runs["cumulative", 1])
+    joint, cumulative = rows(runs["joint", 1]), rows(runs[PAIR, 1])
     assert [row["experience"] for row in joint] == ["1"] * 6
     assert [row["experience"] for row in cumulative] == ["1", "1", "2", "2", "3", "3"]
     weights = [last_checkpoint(runs[name, 1])["model"] for name in TOGETHER]

@@ -16,6 +16,7 @@ import eval as evaluation
 import train
 from data.training import open_training_data
 from utils.cli import read_options
+from utils.continual.plugin import make_plugins
 from utils.errors import InputError
 from utils.options import TRAINING
 
@@ -45,7 +46,7 @@ def options_of(script: str) -> list[str]:
     return list(code.co_varnames[: code.co_argcount])
 
 
-@sizes(60, 3000)
+@sizes(25, 2000)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_any_values(script: str, cases: int) -> None:
     """Values of any kind for any option, on the line and as Python values."""
@@ -59,7 +60,7 @@ def test_any_values(script: str, cases: int) -> None:
     try_values()
 
 
-@sizes(60, 3000)
+@sizes(25, 2000)
 def test_any_yaml(tmp_path: Path, cases: int) -> None:
     path = tmp_path / "options.yaml"
 
@@ -72,7 +73,7 @@ def test_any_yaml(tmp_path: Path, cases: int) -> None:
     try_file()
 
 
-@sizes(60, 3000)
+@sizes(25, 2000)
 def test_damaged_yaml(tmp_path: Path, cases: int) -> None:
     rng = np.random.default_rng(0)
     whole = (Path(train.__file__).parent / "configs/stages/pre_ytb_dav.yaml").read_bytes()
@@ -119,11 +120,25 @@ def test_hostile_yaml(tmp_path: Path, monkeypatch, capfd, name: str) -> None:
     assert status == 2 and sorted(os.listdir(tmp_path)) == ["options.yaml"]
 
 
+def test_a_configuration_runs_no_module_that_nobody_named(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "harmful_plugin.py").write_text("open('imported', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("VOS_PLUGINS", raising=False)
+    for kind in ("harmful_plugin:Harm", "os:system", "subprocess:Popen", ":", "a:b:c", 3, None, ["os:system"]):
+        assert attempt("plugins of a configuration", kind, lambda kind=kind: make_plugins([{"kind": kind}])) is None
+    assert not Path("imported").exists()
+    monkeypatch.setenv("VOS_PLUGINS", "other,harmful_plugin")
+    with pytest.raises(InputError, match="cannot be imported"):
+        make_plugins([{"kind": "harmful_plugin:Harm"}])
+    assert Path("imported").exists()
+
+
 DESCRIPTION = ["name", "kind", "root", "images", "annotations", "sequences", "max_gap", "merge", "sources", "repeats"]
 DESCRIPTION += ["weight", "length", "min_reference", "motion", "max_objects", "nmae"]
 
 
-@sizes(60, 2000)
+@sizes(40, 2000)
 def test_any_description_of_data(tmp_path: Path, cases: int) -> None:
     values = VALUES | st.sampled_from(["still", "synthetic", "davis2017"])
 
@@ -174,8 +189,8 @@ WORDS = {
     ],
     "train": [
         ("resume", "nowhere"), ("resume", "/dev/zero"), ("init", "/dev/zero"), ("encoder_weights", "/dev/null"),
-        ("encoder", "timm/none"), ("encoder", "timm/hf_hub:some/where"), ("encoder", "timm/../x"), ("encoder", ""),
-        ("model", "x"), ("model", ""), ("freeze", "[nothing]"), ("crop", "[0, 0]"), ("crop", "[33]"),
+        ("encoder", "timm/none"), ("encoder", "timm/hf_hub:some/where"), ("encoder", "timm/../x"),
+        ("model", "x"), ("freeze", "[nothing]"), ("crop", "[0, 0]"), ("crop", "[33]"),
         ("scale", "[1, 0.5]"), ("seed", "-1"), ("workers", "-1"), ("workers", "1000000"), ("log_every", "0"),
         ("save_every", "0"), ("val_every", "0"), ("batch_size", "0"), ("accumulation", "0"), ("accumulation", "3"),
         ("frames", "1"), ("datasets", "[]"), ("datasets", "[{kind: 3}]"), ("datasets", "[{name: ../../etc/passwd}]"),

@@ -93,12 +93,14 @@ class Plugins:
 def make_plugins(entries: Sequence[str | Mapping[str, Any]]) -> Plugins:
     """Plugins from the configuration: names, or mappings with `kind` and the options of the plugin's class.
 
-    A kind `package.module:Class` names a class of your own.
+    A kind `package.module:Class` names a class of your own. Importing a module runs it, and a configuration may come
+    from anybody: the module has to be named in the environment, too, VOS_PLUGINS=package.module[,another].
 
     Raises:
-        InputError: no such plugin, option or class.
+        InputError: no such plugin, option or class, or one in a module that VOS_PLUGINS does not name.
     """
     import importlib
+    import os
 
     from utils.continual.strategies import KINDS
 
@@ -110,6 +112,8 @@ def make_plugins(entries: Sequence[str | Mapping[str, Any]]) -> Plugins:
             made = KINDS[kind]
         elif isinstance(kind, str) and ":" in kind:
             module, _, name = kind.partition(":")
+            if module not in os.environ.get("VOS_PLUGINS", "").split(","):
+                raise InputError(f"plugins: {kind} runs code of your own; if you trust it, set VOS_PLUGINS={module}")
             try:
                 made = getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError) as error:
