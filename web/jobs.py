@@ -18,6 +18,7 @@ class Job:
     """Runs `work(job)` in a thread.
 
     Attributes:
+        number: counts the jobs of a session.
         kind: what it is, for the page.
         state: running, done, stopped or failed.
         done, total: pieces of the work.
@@ -26,8 +27,8 @@ class Job:
         notes: more for the page: the frame, the memory.
     """
 
-    def __init__(self, kind: str, work: Callable[["Job"], object], changed: Callable[[], None]):
-        self.kind, self.state, self.message = kind, "running", ""
+    def __init__(self, number: int, kind: str, work: Callable[["Job"], object], changed: Callable[[], None]):
+        self.number, self.kind, self.state, self.message = number, kind, "running", ""
         self.done = self.total = 0
         self.rate = 0.0
         self.notes: dict = {}
@@ -67,7 +68,7 @@ class Job:
 
     def report(self) -> dict:
         """What the page shows of it."""
-        names = ("kind", "state", "done", "total", "rate", "message", "notes")
+        names = ("number", "kind", "state", "done", "total", "rate", "message", "notes")
         return {name: getattr(self, name) for name in names}
 
     def _run(self) -> None:

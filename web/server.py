@@ -215,8 +215,10 @@ def report(request: Request, session: Session) -> dict:
     """The state of a session, as the page shows it."""
     state = request.app.state
     with session.lock:
+        session.reports += 1
         out: dict = {
             "id": session.id,
+            "serial": session.reports,
             "revision": session.revision,
             "objects": list(session.objects.values()),
             "checkpoints": [*state.models.checkpoints, *session.checkpoints],

@@ -47,7 +47,7 @@ class Session:
         id: 256 random bits; who knows it may use the session.
         folder: holds everything that it writes.
         reader, labels, results: of the video and the folder of what is made of it; None before there is one.
-        revision: counts the videos loaded.
+        revision: counts the videos loaded; reports: counts what was said of the session, for the order of it.
         objects: {id: {"id", "name", "color", "hidden"}} in the order they came.
         removed: objects taken out, to undo it.
         checkpoints: weights handed in, by file name.
@@ -74,7 +74,8 @@ class Session:
         self._listeners: frozenset[Callable[[], None]] = frozenset()
         self.seen = time.monotonic()
         self.closed = False
-        self._last_id = 0
+        self.reports = 0
+        self._last_id = self._jobs = 0
 
     @property
     def watched(self) -> bool:
@@ -226,7 +227,8 @@ class Session:
         with self.lock:
             if self.job and self.job.running:
                 raise InputError("something is running already; stop it, or wait for its end")
-            self.job = Job(kind, work, self.changed)
+            self._jobs += 1
+            self.job = Job(self._jobs, kind, work, self.changed)
             self.job.start()
             return self.job
 

@@ -91,8 +91,6 @@ def track(job: Job, session: Session, models: Models, start: int, step: int, set
     Returns:
         What was done, for the person.
     """
-    from models import Tracker
-
     reader, labels = session.reader.twin(), session.labels
     origin = start if labels.has(start) else nearest(labels.frames(), start, step)
     if origin is None:
@@ -111,6 +109,8 @@ def track(job: Job, session: Session, models: Models, start: int, step: int, set
     session.changed()
     fabric, network = models.load(settings["checkpoint"], settings["model"], settings["device"])
     job.check()
+    from models import Tracker  # seconds, the first time
+
     tracker = Tracker(
         network, settings["long_term_gap"], settings["max_memory_frames"], max_long_edge=settings["max_long_edge"]
     )

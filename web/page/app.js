@@ -38,7 +38,7 @@ let chosen = 0; // object id
 let saved = Promise.resolve(); // the saves so far
 let playing = false;
 let exporting = false;
-let lastJob = "";
+let told = 0; // number of the last job whose end was told
 let renaming = false;
 const frames = new Map(); // number -> promise of an ImageBitmap, oldest use first
 
@@ -215,7 +215,11 @@ async function removeObject(id = chosen) {
   toast(`${name} was removed from all frames. Ctrl+Z brings it back.`);
 }
 
-const describe = (id, values) => change(() => api.patch(`objects/${id}`, values));
+function describe(id, values) {
+  Object.assign(state.objects.find((item) => item.id === id), values); // seen at once, and by the next key
+  renderObjects();
+  return change(() => api.patch(`objects/${id}`, values));
+}
 
 function rename() {
   const label = document.querySelector("#objects li.chosen button.name");
@@ -408,7 +412,7 @@ function openAny(file) {
 
 /** Take over a state; returns it. */
 function heard(next) {
-  if (!next || !("revision" in next)) return next;
+  if (!next || !("revision" in next) || next.serial < state?.serial) return next; // answers may overtake each other
   const before = state;
   state = next;
   if (!next.video) return next;
@@ -449,7 +453,7 @@ function renderJob(job) {
   for (const id of ["track", "track-back", "export-masks", "export-coco", "export-overlay", "export-webm", "export-mov"]) {
     document.querySelector(`[data-action="${id}"]`).disabled = running;
   }
-  if (!job) { $("figures").textContent = ""; lastJob = ""; return; }
+  if (!job) { $("figures").textContent = ""; return; }
   const { kind, done, total, rate, notes } = job;
   if (running) {
     $("progress").max = total || 1;
@@ -458,18 +462,18 @@ function renderJob(job) {
     $("job-text").textContent = notes.doing && !done ? `${notes.doing} …` : `${words} ${done} / ${total}`;
   }
   if (kind === "track" && notes.memory_bytes) {
-    const parts = [`${rate.toFixed(1)} fps`, `${Math.round(notes.memory_bytes / 2 ** 20)} MB`,
-      `${notes.memory_frames} remembered`, `${notes.objects} object${notes.objects === 1 ? "" : "s"}`];
-    $("figures").textContent = parts.join(" · ");
+    const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
+    const parts = [`${rate.toFixed(1)} frames/s`, `${Math.round(notes.memory_bytes / 2 ** 20)} MB in use`,
+      count(notes.objects, "object"), `${count(notes.memory_frames, "frame")} in memory`];
+    $("figures").replaceChildren(...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
   }
-  const now = `${kind} ${job.state} ${done} ${job.message}`;
-  if (lastJob.startsWith(`${kind} running`) && !running) {
+  if (!running && job.number !== told) {
+    told = job.number;
     toast(job.message, job.state === "failed");
     if (kind !== "export") show(wanted, true);
     else if (exporting && job.state === "done") download(notes.file);
     exporting = false;
   }
-  lastJob = now;
 }
 
 function options(select, items) {
@@ -666,6 +670,7 @@ addEventListener("drop", (event) => {
 
 await attempt(async () => {
   const first = await api.open();
+  if (first.job && first.job.state !== "running") told = first.job.number; // heard before a reload
   for (const [key, value] of Object.entries(first.defaults)) $(key).value = value ?? "";
   heard(first);
   api.listen(heard, ended, (gone) => {
