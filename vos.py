@@ -121,6 +121,7 @@ class VOS:
         settings = self._train_options(script, config, options)
         run = {name: settings[name] for name in RUN_OPTIONS} | {"training": True}
         processes = processes_to_start(**run)
+        script.check_experiences(settings)
         script.check_batch(settings, processes)
         made = None if settings["output_dir"] else _new_folder(f"train_{self.model.name}")
         settings["output_dir"] = settings["output_dir"] or str(made)

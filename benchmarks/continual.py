@@ -5,7 +5,8 @@
 The experiences are photographs with instance masks (moved and cropped as in pre-training), videos of DAVIS 2016, and
 cut-outs that move over coloured noise. What is evaluated is never trained on here: photographs and cut-outs that are
 held out, and videos of DAVIS that are not among the training videos. The bundled weights themselves have seen all the
-photographs and cut-outs, in other clips, and the training videos.
+photographs and cut-outs, in other clips, and the training videos. Objects are tracked together, ten to a group, where
+the demo tracks each by itself.
 
 A run that was stopped goes on when the command is given again, down to the step.
 """

@@ -76,11 +76,11 @@ def test_reservoir_does_not_depend_on_how_clips_are_offered(one, other, size):
 def test_reservoir_is_a_fair_sample():
     clips = [(e, i) for e in range(4) for i in range(50)]
     counts = np.zeros((4, 50))
-    for seed in range(400):
+    for seed in range(200):
         for clip in memory.reservoir(clips, 20, seed):
             counts[clip] += 1
-    assert abs(counts.sum(1) / 400 - 5).max() < 0.5  # a standard deviation is 0.09
-    assert counts.min() > 15 and counts.max() < 70  # 40 expected, 6 the standard deviation
+    assert abs(counts.sum(1) / 200 - 5).max() < 0.6  # a standard deviation is 0.13
+    assert counts.min() > 2 and counts.max() < 45  # 20 expected, 4 the standard deviation
 
 
 @given(CLIPS, st.integers(1, 20))
@@ -215,11 +215,13 @@ EXPERIENCE = {"name": "a", "datasets": [{"kind": "video"}], "steps": 2}
         ({"experiences": [EXPERIENCE], "plugins": ["ewk"]}, "kind 'ewk' is none of naive, .*module:Class"),
         ({"experiences": [EXPERIENCE], "plugins": [{"kind": "ewc", "lambda": 1}]}, "ewc has no option 'lambda'"),
         ({"experiences": [EXPERIENCE], "plugins": [{"kind": "replay", "share": 2}]}, "share 2 between 0 and 1"),
+        ({"experiences": [EXPERIENCE], "plugins": ["antigravity:X"]}, "if you trust it, set VOS_PLUGINS=antigravity"),
         ({"experiences": [EXPERIENCE], "plugins": ["no_module:X"]}, "no_module:X cannot be imported"),
         ({"experiences": [EXPERIENCE], "plugins": ["pathlib:Path"]}, "no class derived from"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(tmp_path, options, message):
+def test_what_cannot_be_is_told_in_one_line(tmp_path, monkeypatch, options, message):
+    monkeypatch.setenv("VOS_PLUGINS", "no_module,pathlib")
     given = {"data_root": str(tmp_path), "output_dir": str(tmp_path / "run"), "accelerator": "cpu"} | options
     with pytest.raises(InputError, match=message):
         train.main(**utils.cli.read_options(train.main, None, given))

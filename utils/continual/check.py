@@ -1,6 +1,7 @@
 """Whether plugins are the same mathematics on any number of processes: the test that authors run on theirs.
 
-    python -m utils.continual.check --plugins '[{kind: my_package.my_module:MyPlugin, strength: 2}]'
+    VOS_PLUGINS=my_package.my_module python -m utils.continual.check \
+      --plugins '[{kind: my_package.my_module:MyPlugin, strength: 2}]'
 
 A tiny network learns three experiences, through the whole of train.py, with 1, 2 and 3 processes on this machine; then
 the run with 2 processes is resumed in the middle of an experience with 1 and 3. Loss curve, weights, moving average and
@@ -144,7 +145,8 @@ def run_worlds(cases: Sequence[Case], folder: Path) -> dict[tuple[str, int], Pat
         context.set_forkserver_preload(["torch", "timm", "lightning_fabric", "jsonargparse", "cv2", "PIL.Image"])
     failures = context.SimpleQueue()
     processes = [
-        context.Process(target=_work, args=(rank, list(cases), folder, failures), daemon=True) for rank in range(size)
+        context.Process(target=_work, args=(rank, list(cases), folder, failures, dict(os.environ)), daemon=True)
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -167,7 +169,8 @@ def _place(folder: Path, name: str, world: int) -> Path:
     return folder / f"{name} on {world}"
 
 
-def _work(rank: int, cases: list[Case], folder: Path, failures: Any) -> None:
+def _work(rank: int, cases: list[Case], folder: Path, failures: Any, environment: dict[str, str]) -> None:
+    os.environ |= environment  # a server of processes may have been started before it was what it is now
     try:
         _run_cases(rank, cases, folder)
     except BaseException:
