@@ -67,6 +67,7 @@ class MergedClips(ClipDataset):
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index`; an index past the length draws from the same videos again, differently."""
+        unread = None
         for attempt in range(20):
             # A new try starts from numbers of its own, whatever the failed one used up.
             rng = self.generator(index, attempt)
@@ -81,10 +82,12 @@ class MergedClips(ClipDataset):
                     )
             except InputError as error:
                 self._skip(error)
+                unread = error
                 continue
             if objects:
                 return make_sample(frames, labels, objects, self.name(item))
-        raise InputError(f"{self.source}: 20 clips in a row show no object of more than {self.min_pixels} pixels")
+        reason = f"show no object of more than {self.min_pixels} pixels" + (f", or: {unread}" if unread else "")
+        raise InputError(f"{self.source}: 20 clips in a row {reason}")
 
     def _skip(self, error: InputError) -> None:
         message = str(error)

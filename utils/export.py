@@ -32,8 +32,9 @@ def main(
         object_edge: Edge in the network's input that small objects are enlarged to; kept when not given.
         debug: Show the traceback of an error.
     """
-    from dataclasses import replace
+    from dataclasses import asdict
 
+    from models.registry import model_settings
     from utils.checkpoint import describe_weights, load_model, save_weights
 
     network = load_model(checkpoint, model)
@@ -41,7 +42,7 @@ def main(
     changes = {name: value for name, value in given.items() if value is not None}
     if memory_gap is not None:
         changes["memory_gap_test"] = memory_gap or None
-    network.settings = replace(network.settings, **changes)
+    network.settings = model_settings(network.name, **asdict(network.settings) | changes)
     save_weights(network, output, kind=describe_weights(checkpoint)["kind"], half=half)
     print(f"{output}: {network.name}, {output.stat().st_size / 2**20:.1f} MiB")
 
