@@ -150,6 +150,8 @@ def open_page(
     from web.server import make_app, serve
     from web.tracking import Models
 
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("--host %s: whoever can reach this address can use the page", host)
     load_model(weights, model)  # what cannot be used is said now
     names = {weights.name: weights, "starter.safetensors": ASSETS / "starter.safetensors"}
     app = make_app(

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -30,6 +30,7 @@ def test_large_areas_are_those_of_the_reference():
     assert decode_rle(runs, (4, 2)).T.ravel().tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
+@settings(max_examples=40)
 @given(st.one_of(st.text(max_size=12), st.lists(st.integers(-(10**20), 10**20), max_size=5), st.none(), st.floats()))
 def test_broken_counts_are_refused(counts):
     try:

@@ -162,17 +162,17 @@ def test_nothing_to_track_is_said(tab):
 
 
 def test_a_stopped_run_keeps_what_is_done_and_goes_on(tmp_path):
-    clip = write_clip(tmp_path, 60)
+    clip = write_clip(tmp_path, 24)
     with running(*clip) as address, Tab(address) as tab:
         tab.do("POST", "track", json={"frame": 0})
         assert "already" in tab.refused(400, "POST", "track", json={"frame": 0})
         wait_for(lambda: tab.do("GET")["job"]["done"] >= 3)
         state = tab.do("POST", "stop")
         done = state["job"]["done"]
-        assert state["job"]["state"] == "stopped" and 3 <= done < 59 and f"{done} of 59" in state["job"]["message"]
+        assert state["job"]["state"] == "stopped" and 3 <= done < 23 and f"{done} of 23" in state["job"]["message"]
         assert state["labelled"] == [[0, done]]
-        assert tab.track(done)["done"] == 59 - done
-        assert tab.do("GET")["labelled"] == [[0, 59]]
+        assert tab.track(done)["done"] == 23 - done
+        assert tab.do("GET")["labelled"] == [[0, 23]]
 
 
 def test_masks_come_back_from_the_zip(tab, address):
@@ -385,12 +385,12 @@ def test_a_proposer_of_ones_own_takes_the_place(clip, tmp_path):
     from utils.errors import InputError
     from web.proposals import load_proposer
 
-    (tmp_path / "sam.py").write_text(
-        "def guess(image, points, box):\n    mask = image[..., 0] > 150\n    return mask if points else ~mask\n"
-    )
-    with running(*clip, proposer=load_proposer(f"{tmp_path}/sam.py:guess")) as address, Tab(address) as tab:
+    example = (ROOT / "web" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "sam.py").write_text(example)
+    with running(*clip, proposer=load_proposer(f"{tmp_path}/sam.py:propose")) as address, Tab(address) as tab:
         data = tab.call("POST", "proposals/0", json={"points": [[30, 30, True]]}).content
-        assert np.array_equal(np.frombuffer(data, np.uint8).reshape(SIZE) > 0, first_mask() == 1)
+        image = next(iter(open_frames(clip[0]))).image
+        assert np.array_equal(np.frombuffer(data, np.uint8).reshape(SIZE) > 0, image[..., 0] > 200)
     for name in ("sam.py", f"{tmp_path}/none.py:guess", f"{tmp_path}/sam.py:other"):
         with pytest.raises(InputError, match="--proposer"):
             load_proposer(name)

@@ -46,6 +46,7 @@ MAX_WEIGHTS_BYTES = 2 * 2**30
 SESSIONS = 8
 GRACE = 120.0  # seconds that a session outlives its tab: a reload, a machine that sleeps for a moment
 JPEG_QUALITY = 92
+PAUSE = 0.04  # seconds between two events at least
 PING = 10.0  # seconds between signs of life, by which a closed tab is noticed
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ def report(request: Request, session: Session) -> dict:
         if reader := session.reader:
             height, width = reader.size
             out["video"] = {"title": session.title, "width": width, "height": height, "length": reader.length}
-            out["video"] |= {"rate": float(reader.rate), "size_bytes": state.upload_limit}
+            out["video"]["rate"] = float(reader.rate)
             out |= {"labelled": session.labels.ranges(), "marked": session.labels.marked_frames()}
         if session.job:
             out["job"] = session.job.report()
@@ -266,7 +267,7 @@ def _load_first(state: Any, session: Session) -> None:
 
 
 def _choices(request: Request) -> Response:
-    return JSONResponse(request.app.state.models.choices() | {"upload_limit": request.app.state.upload_limit})
+    return JSONResponse(request.app.state.models.choices())
 
 
 def _state(request: Request, session: Session) -> None:
@@ -302,6 +303,7 @@ async def _events(request: Request, session: Session) -> Response:
                     break
                 state = await run_in_threadpool(report, request, session)
                 yield f"data: {json.dumps(state)}\n\n"
+                await asyncio.sleep(PAUSE)
             yield "event: gone\ndata: {}\n\n"
         finally:
             session.leave(tell)
