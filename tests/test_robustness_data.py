@@ -169,7 +169,7 @@ def read_everything(dataset: str, root: Path, with_frames: bool = True) -> int:
     return frames
 
 
-@sizes(40, 1500)
+@sizes(30, 400)
 @pytest.mark.parametrize("dataset", ["davis2017", "youtubevos2019", "mose", "folder"])
 def test_spoilt_data_sets(tmp_path: Path, dataset: str, cases: int) -> None:
     rng = np.random.default_rng(0)
@@ -183,7 +183,7 @@ def test_spoilt_data_sets(tmp_path: Path, dataset: str, cases: int) -> None:
         shutil.rmtree(root)
 
 
-@sizes(30, 800)
+@sizes(20, 200)
 def test_spoilt_training_data(tmp_path: Path, cases: int) -> None:
     rng = np.random.default_rng(1)
     write_data(tmp_path / "whole", "folder")
@@ -203,7 +203,7 @@ def test_spoilt_training_data(tmp_path: Path, cases: int) -> None:
         shutil.rmtree(root)
 
 
-@sizes(40, 1500)
+@sizes(30, 400)
 def test_spoilt_predictions(tmp_path: Path, cases: int) -> None:
     """A score of 1 for masks that are whole, another or none for others; no file of scores where there is none."""
     rng = np.random.default_rng(2)

@@ -48,7 +48,7 @@ def encoded(image: Image.Image, kind: str) -> bytes:
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
-@sizes(60, 3000)
+@sizes(40, 1000)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP"])
 def test_damaged_frames(tmp_path: Path, kind: str, cases: int) -> None:
     rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def test_damaged_frames(tmp_path: Path, kind: str, cases: int) -> None:
             assert np.array_equal(image, expected)
 
 
-@sizes(60, 3000)
+@sizes(40, 1000)
 @pytest.mark.parametrize("kind", ["PNG", "PNG 16 bit", "PNG RGB", "PNG grey", "BMP", "GIF", "TIFF"])
 def test_damaged_masks(tmp_path: Path, kind: str, cases: int) -> None:
     rng = np.random.default_rng(1)
@@ -129,7 +129,7 @@ def test_drawn_masks_keep_their_ids(tmp_path_factory, labels, mode) -> None:
 # --- videos -------------------------------------------------------------------------------------------------------
 
 
-@sizes(15, 600)
+@sizes(10, 200)
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi", "webm", "mov", "ts", "gif"])
 def test_damaged_videos(tmp_path: Path, suffix: str, cases: int) -> None:
     """Frames of one size that the writer can write again, or a refusal."""
@@ -180,7 +180,7 @@ def weight_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@sizes(80, 4000)
+@sizes(50, 1000)
 @pytest.mark.parametrize("name", ["zip.pth", "old.pth", "safe.safetensors"])
 def test_damaged_weights(tmp_path: Path, name: str, cases: int) -> None:
     """The values that were saved, or a refusal; formats without a checksum may come with other values."""
@@ -194,7 +194,7 @@ def test_damaged_weights(tmp_path: Path, name: str, cases: int) -> None:
             assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 
 
-@sizes(10, 500)
+@sizes(8, 60)
 def test_own_weights_are_whole_or_refused(tmp_path: Path, cases: int) -> None:
     """Our files carry a checksum of their values; damage to the header alone may still be harmless."""
     rng = np.random.default_rng(4)

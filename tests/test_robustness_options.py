@@ -46,7 +46,7 @@ def options_of(script: str) -> list[str]:
     return list(code.co_varnames[: code.co_argcount])
 
 
-@sizes(25, 2000)
+@sizes(20, 400)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_any_values(script: str, cases: int) -> None:
     """Values of any kind for any option, on the line and as Python values."""
@@ -60,7 +60,7 @@ def test_any_values(script: str, cases: int) -> None:
     try_values()
 
 
-@sizes(25, 2000)
+@sizes(20, 400)
 def test_any_yaml(tmp_path: Path, cases: int) -> None:
     path = tmp_path / "options.yaml"
 
@@ -73,7 +73,7 @@ def test_any_yaml(tmp_path: Path, cases: int) -> None:
     try_file()
 
 
-@sizes(25, 2000)
+@sizes(20, 400)
 def test_damaged_yaml(tmp_path: Path, cases: int) -> None:
     rng = np.random.default_rng(0)
     whole = (Path(train.__file__).parent / "configs/stages/pre_ytb_dav.yaml").read_bytes()
@@ -138,7 +138,7 @@ DESCRIPTION = ["name", "kind", "root", "images", "annotations", "sequences", "ma
 DESCRIPTION += ["weight", "length", "min_reference", "motion", "max_objects", "nmae"]
 
 
-@sizes(40, 2000)
+@sizes(40, 400)
 def test_any_description_of_data(tmp_path: Path, cases: int) -> None:
     values = VALUES | st.sampled_from(["still", "synthetic", "davis2017"])
 
