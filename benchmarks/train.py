@@ -90,7 +90,7 @@ def main(
             launch(fabric, train.setup, settings)
 
 
-def measure(fabric, state, loader, validation, folder, stop, s, *callbacks, variants, steps, output) -> None:
+def measure(fabric, state, stage, loader, *others, variants, steps, output) -> bool:
     """In place of train.fit: run steps of the variants in turn, then the loader alone, and report."""
     from contextlib import nullcontext
 
@@ -99,6 +99,7 @@ def measure(fabric, state, loader, validation, folder, stop, s, *callbacks, vari
     from utils.timing import device_name
 
     contexts = {"real": nullcontext, "naive": naive_attention}
+    s = next(value for value in others if isinstance(value, dict))
     exchanges = [True, False] if fabric.world_size > 1 else [True]
     stream, model = batches(loader), state["model"]
     model.train()
@@ -141,6 +142,7 @@ def measure(fabric, state, loader, validation, folder, stop, s, *callbacks, vari
         report(result)
         if output:
             output.write_text(json.dumps(result, indent=1))
+    return True  # as if it had been asked to stop
 
 
 def timed_step(fabric, state, stream, step, exchange, s) -> dict[str, float]:
@@ -171,8 +173,9 @@ def timed_step(fabric, state, stream, step, exchange, s) -> dict[str, float]:
             yield batch
 
     with clock.stage("step"):
-        train.set_rates(state["optimizer"], step, s)
-        train.gradients(Timed(), state["model"], watched(), step, False, False, s)
+        at = (step, s["total_steps"])
+        train.set_rates(state["optimizer"], at, s)
+        train.gradients(Timed(), state["model"], watched(), step, at, False, False, s)
         with clock.stage("optimiser"):
             train.update(fabric, state, s)
     taken = clock.seconds
