@@ -132,7 +132,7 @@ def test_wrong_usage_is_one_line_that_names_the_option(capsys, argv, parts):
         ("model: [3]\n", ["--model", "[3]"]),
         ("- model\n", ["not a YAML file"]),
         ("", ["not a YAML file"]),
-        ("model: [m\n", ["Problems parsing"]),
+        ("model: [m\n", ["expected ',' or ']'"]),
     ],
 )
 def test_bad_file_is_one_line_that_names_it(capsys, config, text, parts):
