@@ -28,6 +28,7 @@ from data.masks import write_mask
 from data.video import open_frames
 from tests.web_server import FRAMES, ROOT, SIZE, WEIGHTS, Tab, first_mask, picture, running, wait_for, write_clip
 from utils.cli import run
+from web.sessions import Sessions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -423,28 +424,43 @@ def test_sessions_do_not_see_each_other_and_leave_nothing(clip, tmp_path, monkey
             answer.read()
             assert answer.status in (404, 405), path
         assert one.http.get("/api/sessions/guess").status_code == 410
-        assert len(list(root.iterdir())) == 2
+        assert len(list(root.glob("session-*"))) == 2
         one.do("DELETE")
-        assert one.call("GET").status_code == 410 and len(list(root.iterdir())) == 1
+        assert one.call("GET").status_code == 410 and len(list(root.glob("session-*"))) == 1
         two.do("POST", "track", json={"frame": 0})
     assert list(tmp_path.glob("vos-page-*")) == []  # also with a run under way
 
 
+def test_what_a_killed_server_left_goes_with_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, age in (("killed", 100), ("starting", 0)):
+        (tmp_path / f"vos-page-{name}" / "session-1").mkdir(parents=True)
+        (tmp_path / f"vos-page-{name}" / ".lock").touch()
+        os.utime(tmp_path / f"vos-page-{name}", (time.time() - age,) * 2)
+    one = Sessions(1, 1.0, print)
+    os.utime(one.root, (1, 1))
+    two = Sessions(1, 1.0, print)
+    assert {path.name for path in tmp_path.iterdir()} == {"vos-page-starting", one.root.name, two.root.name}
+    one.close()
+    two.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["vos-page-starting"]
+
+
 def test_a_closed_tab_ends_its_session(clip):
-    with running(*clip, grace=0.3) as address:
+    with running(*clip, grace=4.0) as address:
         tab = Tab(address)
         with tab.http.stream("GET", f"{tab.root}/events") as events:
             lines = events.iter_lines()
             first = json.loads(next(lines).removeprefix("data: "))
             assert first["video"]["length"] == FRAMES
-            time.sleep(0.8)
+            time.sleep(5)
             tab.do("POST", "track", json={"frame": 0})  # still there
             seen = [
                 json.loads(line[6:]) for line, _ in zip(lines, range(12), strict=False) if line.startswith("data: ")
             ]
             assert any(state["job"] and state["job"]["done"] > 0 for state in seen)
-        time.sleep(1.0)
-        wait_for(lambda: tab.call("GET").status_code == 410 or time.sleep(1))  # asking keeps it alive
+        time.sleep(5)
+        wait_for(lambda: tab.call("GET").status_code == 410 or time.sleep(8))  # asking keeps it alive
         other = Tab(address)  # and the server lives on
         assert np.array_equal(other.labels(0), first_mask())
 

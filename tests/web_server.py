@@ -60,7 +60,7 @@ def running(video: Path, mask: Path | None, **options: object) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive() and not app.state.sessions.root.exists()
 
 

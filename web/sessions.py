@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock, RLock
+from typing import IO
 
 from data.images import IMAGE_SUFFIXES
 from data.masks import read_mask
@@ -31,6 +32,8 @@ COLORS = (
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt")
 MASK_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", ".zip", ".json", ".mov", ".webm")
 MAX_FOLDER_FRAMES = 200_000
+PREFIX, LOCK = "vos-page-", ".lock"
+YOUNG = 60.0  # seconds in which the folder of a server that starts may have no lock yet
 MAX_OBJECTS = 255
 RELOAD = 10.0  # seconds for which a tab may be away without another taking its place
 FREE_BYTES = 512 * 2**20  # of the disk, that uploads leave
@@ -266,7 +269,9 @@ class Sessions:
 
     def __init__(self, limit: int, grace: float, ended: Callable[[Session], object]):
         self.limit, self.grace, self._ended = limit, grace, ended
-        self.root = Path(tempfile.mkdtemp(prefix="vos-page-"))
+        _remove_leftovers()
+        self.root = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock_file = _lock(self.root / LOCK)
         self._sessions: dict[str, Session] = {}
         self._lock = Lock()
 
@@ -320,3 +325,34 @@ class Sessions:
         for session in list(self._sessions.values()):
             self.end(session)
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
+
+def _remove_leftovers() -> None:
+    """Remove the folders of servers that were killed: those that nobody holds locked any more."""
+    for root in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+        try:
+            young = time.time() - root.stat().st_mtime < YOUNG
+            lock = None if young or not (root / LOCK).exists() else _lock(root / LOCK)
+        except OSError:  # of another user, or just gone
+            continue
+        if lock is not None:
+            shutil.rmtree(root, ignore_errors=True)
+            lock.close()
+
+
+def _lock(path: Path) -> IO | None:
+    """A file that is locked while it is open; None where another process has it, or where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
