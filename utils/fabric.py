@@ -250,7 +250,8 @@ def _ignore_leftovers(num_nodes: int) -> None:
     is_rank, parent = env.get("LOCAL_RANK", "0") != "0", env.get("VOS_PARENT_PID", "")
     if _launcher() or (is_rank and parent == str(os.getppid())):
         return
-    if is_rank and parent.isdecimal() and os.getppid() == 1 and not os.path.exists(f"/proc/{parent}"):
+    orphan = parent.isdecimal() and int(parent) > 0 and os.getppid() == 1
+    if is_rank and orphan and not os.path.exists(f"/proc/{parent}"):
         # Killed while this one was still importing: alone it would take itself for a run and start ranks of its own.
         raise InputError("the process that started this one as a part of its run has ended")
     stale = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
