@@ -175,6 +175,9 @@ def _open_stream(
 ) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
     import av
 
+    with open(path, "rb") as file:
+        if file.read(8) == b"\x89PNG\r\n\x1a\n":  # FFmpeg would unpack it to no end; data.images has bounds
+            raise InputError(f"{path}: is a PNG picture; give a video, or the picture as .png")
     options = {"protocol_whitelist": "file"} | ({"format_whitelist": formats} if formats else {})
     try:
         # "file:" keeps FFmpeg from reading a protocol or a number pattern into the name, the whitelist keeps playlists

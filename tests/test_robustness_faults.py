@@ -222,7 +222,11 @@ def check_message(log: str, status: int) -> None:
 
 
 @sizes(1, 8)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 @pytest.mark.parametrize("script", ["train", "eval", "demo"])
 def test_signals_at_any_moment(start, place, expected, tmp_path, script, number, cases) -> None:
     """To the whole group, as Ctrl-C and schedulers send them; the folder is used again after each."""
@@ -249,7 +253,7 @@ def test_signals_at_any_moment(start, place, expected, tmp_path, script, number,
 
 
 @sizes(2, 6)
-@pytest.mark.parametrize("script", ["train", "eval", "demo"])
+@pytest.mark.parametrize("script", [pytest.param("train", marks=pytest.mark.slow), "eval", "demo"])
 def test_files_cannot_grow(start, place, expected, tmp_path, script, cases) -> None:
     """Writing fails at some size of a file, from the first byte on to the largest file."""
     largest = {"train": 3_000_000, "eval": 5000, "demo": 20_000}[script]
@@ -284,7 +288,7 @@ def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
 
 
 @sizes(2, 6)
-@pytest.mark.parametrize("script", ["train", "eval", "demo"])
+@pytest.mark.parametrize("script", ["train", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eval", "demo"))])
 def test_full_disk(start, place, expected, small_disk, script, cases) -> None:
     """A disk that fills at some moment, and is given room afterwards."""
     largest = {"train": 24_000, "eval": 60, "demo": 250}[script]
@@ -367,7 +371,7 @@ def test_loader_that_is_killed(start, place, tmp_path, cases) -> None:
 
 
 @sizes(1, 3)
-@pytest.mark.parametrize("script", ["train", "eval"])
+@pytest.mark.parametrize("script", [pytest.param("train", marks=pytest.mark.slow), "eval"])
 def test_main_process_killed_while_others_start(place, tmp_path, script, cases) -> None:
     """The other ranks import for seconds: they must not take themselves for a run of their own, and not stay."""
     rng = np.random.default_rng(0)

@@ -394,7 +394,7 @@ def test_bombs_and_strangers(tmp_path: Path) -> None:
     """Under the names of frames, masks, videos and weights: refused before memory is taken, and nothing is started."""
     for name, data in (bombs() | STRANGERS).items():
         assert len(data) < 2**23, name
-        for suffix in (".png", ".jpg", ".mp4", ".pth", ".safetensors"):
+        for suffix in (".png", ".mp4", ".pth"):
             path = tmp_path / f"file{suffix}"
             path.write_bytes(data)
             for read in (

@@ -201,8 +201,9 @@ WORDS = {
 }
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("script", WORDS)
-def test_unusable_words(tmp_path: Path, monkeypatch, capfd, script: str) -> None:
+def test_unusable_words(tmp_path: Path, monkeypatch, capfd, script: str, every: int) -> None:
     """Options that parse and cannot be: each with the rest of a command that would run."""
     from test_robustness_data import write_data
 
@@ -221,7 +222,7 @@ def test_unusable_words(tmp_path: Path, monkeypatch, capfd, script: str) -> None
         "demo": ["--input", root / "JPEGImages/cat", "--mask", "first.png", *results],
         "train": command_line(root, Path("out"), total_steps=1),
     }[script]
-    for name, value in WORDS[script]:
+    for name, value in WORDS[script][::every]:
         words = [*whole, "--accelerator", "cpu", f"--{name}={value}"]
         status, _ = command(f"unusable options, {script}", SCRIPTS[script], words, capfd)
         assert status == 2, (name, value)

@@ -108,11 +108,11 @@ def make_plugins(entries: Sequence[str | Mapping[str, Any]]) -> Plugins:
     for entry in entries:
         options = {"kind": entry} if isinstance(entry, str) else dict(entry)
         kind = options.pop("kind", None)
-        if kind in KINDS:
+        if isinstance(kind, str) and kind in KINDS:
             made = KINDS[kind]
         elif isinstance(kind, str) and ":" in kind:
             module, _, name = kind.partition(":")
-            if module not in os.environ.get("VOS_PLUGINS", "").split(","):
+            if not module or module not in os.environ.get("VOS_PLUGINS", "").split(","):
                 raise InputError(f"plugins: {kind} runs code of your own; if you trust it, set VOS_PLUGINS={module}")
             try:
                 made = getattr(importlib.import_module(module), name)
