@@ -57,7 +57,7 @@ def test_no_cuda_anywhere(place, tmp_path, monkeypatch, capfd) -> None:
     """A7: all three scripts finish, none asks for CUDA by itself; cuda:7 is refused with what there is."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError(".cuda() was called")
+        raise AssertionError("a model or tensor was sent to CUDA")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for owner in (torch.Tensor, torch.nn.Module):

@@ -110,6 +110,14 @@ def make_fabric(
     return fabric
 
 
+def device_choices() -> dict[str, str]:
+    """What `devices` of `make_fabric` may name on this machine for a single device, with what a person calls it."""
+    import torch
+
+    gpus = {f"cuda:{i}": f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())}
+    return {"cpu": "CPU"} | gpus | ({"mps": "Apple GPU"} if torch.backends.mps.is_available() else {})
+
+
 def place(fabric: "Fabric", model: "nn.Module") -> "nn.Module":
     """The model on the run's device; a copy where the precision is one of the weights (bf16-true, 64-true, ...)."""
     precision = fabric.strategy.precision

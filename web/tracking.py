@@ -38,15 +38,10 @@ class Models:
 
     def choices(self) -> dict:
         """What the page offers."""
-        import torch
-
         from models import list_models
+        from utils.fabric import device_choices
 
-        devices = [{"value": "", "label": "as started"}, {"value": "cpu", "label": "CPU"}]
-        for i in range(torch.cuda.device_count()):
-            devices.append({"value": f"cuda:{i}", "label": f"cuda:{i} {torch.cuda.get_device_name(i)}"})
-        if torch.backends.mps.is_available():
-            devices.append({"value": "mps", "label": "Apple GPU"})
+        devices = [{"value": value, "label": label} for value, label in {"": "as started", **device_choices()}.items()]
         return {"devices": devices, "models": list_models(), "model": self.model or ""}
 
     def load(self, checkpoint: Path, model: str | None, device: str) -> "tuple[Fabric, VOSNetwork]":
