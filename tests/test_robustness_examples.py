@@ -35,7 +35,7 @@ def commands(path: Path) -> list[list[str]]:
     for match in COMMAND.findall(text):
         line = match.partition("$(")[0].partition(" && ")[0].rstrip(" .,;:)").replace("...", "")
         words = shlex.split(line)
-        start = next((i for i, word in enumerate(words) if word.endswith(".py")), 2) + 1
+        start = 3 if words[1] == "-m" else next(i for i, word in enumerate(words) if word.endswith(".py")) + 1
         options = []
         for word in words[start:]:
             if not word.startswith("--") and not (options and options[-1].startswith("--")):
@@ -47,7 +47,7 @@ def commands(path: Path) -> list[list[str]]:
 
 def main_of(words: list[str]) -> tuple[object, list[str]] | None:
     """The function of a command of this repository, and its options; None where they are not those of a function."""
-    place = next((i for i, word in enumerate(words) if word.endswith(".py")), 2)
+    place = 2 if words[1] == "-m" else next(i for i, word in enumerate(words) if word.endswith(".py"))
     name = words[place].removesuffix(".py")
     if name in ("pytest", "utils.plots", "utils.workers"):
         return None
