@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_SIDE = 16384  # of what is written
+
 logger = logging.getLogger(__name__)
 
 
@@ -175,9 +177,13 @@ def _open_stream(
 ) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
     import av
 
-    with open(path, "rb") as file:
-        if file.read(8) == b"\x89PNG\r\n\x1a\n":  # FFmpeg would unpack it to no end; data.images has bounds
-            raise InputError(f"{path}: is a PNG picture; give a video, or the picture as .png")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a video or a frame folder") from error
+    if start == b"\x89PNG\r\n\x1a\n":  # FFmpeg would unpack it to no end; data.images has bounds
+        raise InputError(f"{path}: is a PNG picture; give a video, or the picture as .png")
     options = {"protocol_whitelist": "file"} | ({"format_whitelist": formats} if formats else {})
     try:
         # "file:" keeps FFmpeg from reading a protocol or a number pattern into the name, the whitelist keeps playlists
@@ -277,6 +283,9 @@ class VideoWriter:
         time_base: all frame times are multiples of it; that of the source keeps its timing exactly.
         rate: mean frames per second, for the encoder's rate control.
         crf: quality; lower is better, 18 looks lossless.
+
+    Raises:
+        InputError: a side is longer than the format takes.
     """
 
     def __init__(
@@ -291,6 +300,8 @@ class VideoWriter:
 
         self.path = Path(path)
         self.size = size
+        if max(size) > MAX_SIDE:
+            raise InputError(f"{path}: a video of {size[1]}x{size[0]} pixels; H.264 takes {MAX_SIDE} a side at most")
         # The mp4 format counts in whole fractions of a second below 2**31.
         self.time_base = time_base if time_base.denominator <= 10**7 else Fraction(1, 90000)
         self.frames = 0

@@ -99,6 +99,7 @@ def command(kind: str, main: Callable, words: Sequence[object], capfd: pytest.Ca
 
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     """A file with one kind of damage: cut, bits flipped, a stretch lost, zeroed, doubled or swapped for noise."""
+    data = data or b"\n"
     kind = rng.integers(7)
     place = int(rng.integers(len(data)))
     length = int(min(rng.integers(1, 64), len(data) - place))

@@ -164,6 +164,12 @@ def test_damaged_videos(tmp_path: Path, suffix: str, cases: int) -> None:
         assert not list(tmp_path.glob(".*"))
 
 
+def test_a_video_larger_than_the_format(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="16384 a side at most"):
+        VideoWriter(tmp_path / "out.mp4", (2, 16386))
+    assert not list(tmp_path.iterdir())
+
+
 # --- weights ------------------------------------------------------------------------------------------------------
 
 

@@ -199,10 +199,10 @@ def _run(fabric: "Fabric", fn: Callable, args: tuple, group_is_borrowed: bool) -
 
 
 def end_together(fabric: "Fabric") -> None:
-    """Of work in step: when one process of this node ends with an error or is killed, the others end within seconds.
+    """Of work in step: when a process that Fabric started ends with an error or is killed, all end within seconds.
 
-    Those that torchrun or SLURM started are left to them. Without this a process that waits for a dead one could hang,
-    or live on alone; Fabric's own observer kills the main process, whose exit status then is not 1.
+    Those that torchrun or SLURM started are left to them. Without this a process that waits for a dead one could hang;
+    Fabric's own observer kills the main process, whose exit status then is not 1.
     """
     others = getattr(fabric.strategy.launcher, "procs", [])
     if others:
@@ -210,8 +210,6 @@ def end_together(fabric: "Fabric") -> None:
             if thread.name == "child-process-observer":
                 thread._child_processes = []
         threading.Thread(target=_end_with_children, args=(others,), name="end-with-children", daemon=True).start()
-    elif _launcher() is None and os.environ.get("VOS_PARENT_PID") == str(os.getppid()):
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="end-with-parent", daemon=True).start()
 
 
 def _end_with_children(others: list[subprocess.Popen]) -> None:
@@ -224,9 +222,15 @@ def _end_with_children(others: list[subprocess.Popen]) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    """From here on this rank ends when the process that started it does, also while it waits to meet it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if not any(thread.name == "end-with-parent" for thread in threading.enumerate()):
+        threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def _stop(processes: list[subprocess.Popen]) -> None:
@@ -256,9 +260,13 @@ def _ignore_leftovers(num_nodes: int) -> None:
     """Drop what another run's launcher left in this shell: Fabric would wait for ranks that nobody starts."""
     env = os.environ
     is_rank, parent = env.get("LOCAL_RANK", "0") != "0", env.get("VOS_PARENT_PID", "")
-    if _launcher() or (is_rank and parent == str(os.getppid())):
+    if _launcher():
         return
-    orphan = parent.isdecimal() and int(parent) > 0 and os.getppid() == 1
+    if is_rank and parent == str(os.getppid()):
+        _end_with_parent(os.getppid())
+        return
+    # Who takes over orphans need not be process 1; but they stay in the group of a parent that led one.
+    orphan = parent.isdecimal() and int(parent) > 0 and (os.getppid() == 1 or os.getpgrp() == int(parent))
     if is_rank and orphan and not os.path.exists(f"/proc/{parent}"):
         # Killed while this one was still importing: alone it would take itself for a run and start ranks of its own.
         raise InputError("the process that started this one as a part of its run has ended")
